@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user meets between the command and the first Ray process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl  # noqa: F401  (loads the plugin)
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from verl_ext.integration import checks, launch
+from verl_ext.integration.options import OptionError
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hydra's global state and the variables that the callback sets, back as they were."""
+    saved = dict(os.environ)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def config(*overrides: str) -> Any:
+    return compose("ppo_trainer", overrides=list(overrides))
+
+
+def test_recipe_flag_composes_and_checks() -> None:
+    cfg = config("+recipe=trloo", "actor_rollout_ref.rollout.n=4")
+    assert cfg.algorithm.adv_estimator == "mix"
+    assert cfg.algorithm.mix == {"trloo": 1.0}
+    assert checks.check(cfg) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+algorithm.trloo.baselin=mean", r"algorithm\.trloo\.baselin .*Did you mean 'baseline'"),
+        ("algorithm.trloo.baseline=median", r"algorithm\.trloo\.baseline is 'median'; choose one of 'leave_one_out'"),
+        ("algorithm.trloo.batch_std=1", r"algorithm\.trloo\.batch_std is 1; give true or false"),
+        ("algorithm.trloo.group_by=[turn_index]", r"algorithm\.trloo\.group_by .*must name 'index'"),
+        ("algorithm.gamma=1.5", r"algorithm\.gamma is 1\.5; the discount must lie in \[0, 1\]"),
+        ("algorithm.gamma=-0.1", r"algorithm\.gamma is -0\.1"),
+        ("+algorithm.mix.trlo=1.0", r"algorithm\.mix\.trlo: no estimator of that name.*trloo"),
+        ("algorithm.mix.trloo=0", r"weight 0; nothing would be learned"),
+        ("algorithm.mix.trloo=nan", r"algorithm\.mix\.trloo is nan"),
+        ("trainer.use_v1=false", r"trainer\.use_v1=true"),
+    ],
+)
+def test_bad_settings_are_named(override: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", override))
+
+
+def test_one_rollout_a_prompt_is_warned_about() -> None:
+    (warning,) = checks.check(config("+recipe=trloo"))
+    assert "rollout.n=1" in warning and "REINFORCE without a baseline" in warning and "2 or more" in warning
+
+
+def test_a_mistake_ends_the_run_with_one_line() -> None:
+    """Hydra turns an exception of a callback into a warning; SystemExit it lets through."""
+    with pytest.raises(SystemExit, match="verl_ext: algorithm.gamma is 2"):
+        launch.LaunchCallback().on_run_start(config("+recipe=trloo", "algorithm.gamma=2"))
+
+
+def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    cfg = config(
+        "+recipe=trloo",
+        "actor_rollout_ref.rollout.n=4",
+        "+ray_kwargs.ray_init.runtime_env.env_vars={MINE: a, VERL_EXT_STRICT: '0'}",
+    )
+    launch.prepare(cfg)
+    variables = OmegaConf.to_container(cfg.ray_kwargs.ray_init.runtime_env.env_vars)
+    assert variables == {"MINE": "a", "VERL_EXT_STRICT": "0", "VERL_USE_EXTERNAL_MODULES": "mine,verl_ext.plugin"}
+
+
+def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_ext import plugin
+
+    monkeypatch.setitem(plugin._failures, "registering the advantage estimators", "ImportError: torn")
+    with pytest.raises(SystemExit, match="only partly loaded.*registering the advantage estimators: ImportError: torn"):
+        launch.LaunchCallback().on_run_start(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4"))
+
+
+def main_ppo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+def test_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
+    done = main_ppo("+recipe=trlo", f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0
+    assert "Could not find 'recipe/trlo'" in done.stderr and "\ttrloo\n" in done.stderr and "\tcpu\n" in done.stderr
+
+
+@pytest.mark.slow
+def test_misspelt_key_ends_the_command_before_ray(tmp_path: Path) -> None:
+    done = main_ppo("+recipe=[trloo,cpu]", "+algorithm.trloo.baselin=mean", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("verl_ext: algorithm.trloo.baselin is not an option of trloo.")
+    assert "ray init" not in done.stdout
+
+
+@pytest.mark.slow
+def test_plugin_that_breaks_is_heard(tmp_path: Path) -> None:
+    """verl swallows a plugin's exception at DEBUG; ours says so on stderr and the recipe does not start."""
+    (tmp_path / "wrapt.py").write_text("raise ImportError('no wrapt today')\n")
+    done = main_ppo("+recipe=trloo", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "verl_ext: preparing the registrations failed (ImportError: no wrapt today)" in done.stderr
+    assert "pip install" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("verl_ext: the run asks for a recipe, which is refused")
+
+
+@pytest.mark.slow
+def test_plugin_that_breaks_leaves_stock_verl_alone(tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise ImportError('no wrapt today')\n")
+    done = main_ppo("--cfg=job", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "adv_estimator: gae" in done.stdout

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row fields on verl's V1 trainer: where each column comes from, and how it reaches an estimator.
+
+verl stores one row a model call under the key ``{uid}_{session}_{index}`` and hands a registered estimator four
+arguments. `row_fields` reads the rest: ``traj_uid`` and ``turn_index`` from the key, the others from the agent
+loop's ``extra_fields``. `active` holds them while verl calls the estimator, which fills in what it was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+FROM_KEY = ("traj_uid", "turn_index")
+FROM_EXTRA_FIELDS = ("agent_id", "anchor_obs", "turn_reward", "is_action_valid", "valid_row")
+TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "entropy")
+NAMES = FROM_KEY + FROM_EXTRA_FIELDS + TOKEN_COLUMNS
+
+
+class RowFieldMissing(ValueError):
+    """An estimator needs a column that the batch does not carry."""
+
+
+def split_key(key: str) -> tuple[str, str, int]:
+    """Split verl's storage key into (uid, traj_uid, turn_index).
+
+    Args:
+        key: ``{uid}_{session}_{index}``; the uid may itself contain underscores.
+
+    Raises:
+        ValueError: the key does not have verl's form.
+    """
+    parts = key.rsplit("_", 2)
+    if len(parts) != 3 or not parts[2].isdigit():
+        raise ValueError(f"storage key {key!r} does not read {{uid}}_{{session}}_{{index}}")
+    uid, session, index = parts
+    return uid, f"{uid}_{session}", int(index)
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """A one-dimensional object array, also for values that are sequences themselves."""
+    column = np.empty(len(values), dtype=object)
+    for position, value in enumerate(values):
+        column[position] = value
+    return column
+
+
+def row_fields(
+    keys: Sequence[str], tags: Sequence[Mapping[str, Any]], extra_fields: Sequence[Any] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Row fields of a batch, in the order of `keys`.
+
+    Args:
+        keys: storage keys, one a row.
+        tags: verl's tags of the rows; ``is_padding`` marks rows that verl made to fill a mini-batch.
+        extra_fields: the agent loop's dict of every row, or None when no row carries any.
+
+    Returns:
+        ``(columns, missing)``: arrays of length B (object, int64, float64 or bool) by field name, and for every
+        field that is not there for all real rows the reason, naming a row that lacks it. ``valid_row`` is always
+        there: False for padding rows and where the agent loop says so. ``is_action_valid`` defaults to True.
+    """
+    size = len(keys)
+    split = [split_key(key) for key in keys]
+    padding = np.array([bool(tag.get("is_padding", False)) for tag in tags], dtype=bool)
+    columns: dict[str, Any] = {
+        "traj_uid": _objects([traj for _, traj, _ in split]),
+        "turn_index": np.array([index for _, _, index in split], dtype=np.int64),
+    }
+    rows = [row if isinstance(row, Mapping) else {} for row in (extra_fields or [{}] * size)]
+    missing: dict[str, str] = {}
+    for name in FROM_EXTRA_FIELDS:
+        lacking = [i for i in range(size) if row_lacks(rows[i], name) and not padding[i]]
+        if lacking:
+            if name in ("is_action_valid", "valid_row"):
+                continue
+            missing[name] = f"{len(lacking)} of {size - int(padding.sum())} rows lack it, the first is {keys[lacking[0]]}"
+        else:
+            columns[name] = _objects([rows[i].get(name) for i in range(size)])
+    for name in ("is_action_valid", "valid_row"):
+        columns[name] = np.array([bool(row.get(name, True)) for row in rows], dtype=bool)
+    columns["valid_row"] &= ~padding
+    if "turn_reward" in columns:
+        columns["turn_reward"] = np.array(
+            [0.0 if padding[i] else float(value) for i, value in enumerate(columns["turn_reward"])], dtype=np.float64
+        )
+    return columns, missing
+
+
+def row_lacks(row: Mapping[str, Any], name: str) -> bool:
+    """Whether the agent loop left the field out (or None) for this row."""
+    return row.get(name) is None
+
+
+def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray) -> bool:
+    """Whether every real trajectory has exactly one row, as in single-turn data."""
+    real = traj_uid[valid_row]
+    return len(set(real.tolist())) == len(real)
+
+
+@dataclass
+class ActiveBatch:
+    """What a registered estimator may ask for while verl computes the advantages of a batch.
+
+    Attributes:
+        columns: row fields and token columns by name.
+        missing: for a field that is not there, why.
+        component: computes another registered estimator on this batch exactly as verl would; set by the trainer.
+        metrics: an estimator's own metrics go here, under verl's ``name/part`` scheme.
+    """
+
+    columns: dict[str, Any]
+    missing: dict[str, str] = field(default_factory=dict)
+    component: Callable[[str], tuple[torch.Tensor, torch.Tensor]] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+_current: ContextVar[ActiveBatch | None] = ContextVar("verl_ext_active_batch", default=None)
+
+
+@contextmanager
+def active(batch: ActiveBatch) -> Iterator[ActiveBatch]:
+    """Make `batch` the one that estimators read inside the block."""
+    token = _current.set(batch)
+    try:
+        yield batch
+    finally:
+        _current.reset(token)
+
+
+def current() -> ActiveBatch | None:
+    """The batch of the running advantage computation, or None when an estimator is called by hand."""
+    return _current.get()
+
+
+HOW_TO_PROVIDE = {
+    "turn_reward": "put the reward of each turn in AgentLoopOutput.extra_fields['turn_reward'] (verl overwrites "
+    "reward_score of all but the last output)",
+    "agent_id": "put the agent's name in AgentLoopOutput.extra_fields['agent_id']",
+    "anchor_obs": "put the raw observation in AgentLoopOutput.extra_fields['anchor_obs']",
+    "sum_pi_squared": "use the recipe `otb` (its trainer asks the engine for it), without bypass mode and without "
+    "fused kernels",
+}
+
+
+def demand(name: str, method: str) -> RowFieldMissing:
+    """The error for a column that `method` needs and the batch does not have."""
+    batch = current()
+    why = f" ({batch.missing[name]})" if batch is not None and name in batch.missing else ""
+    how = HOW_TO_PROVIDE.get(name, f"pass {name}=... or put it in AgentLoopOutput.extra_fields[{name!r}]")
+    return RowFieldMissing(f"{method} needs the row field {name!r}, which this batch does not carry{why}: {how}.")

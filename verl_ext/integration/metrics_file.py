@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics survive a resume: verl's file logger, without the loss of the steps before it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def earlier_lines(path: Path, resumed_step: int) -> list[bytes]:
+    """Whole JSON lines of `path` for steps up to `resumed_step`; a line cut short by a kill is dropped.
+
+    Args:
+        path: jsonl file of verl's ``file`` logger, or the copy that `keep_earlier_metrics` makes of it.
+        resumed_step: last step of the checkpoint; later steps are about to be run again.
+    """
+    lines = []
+    for line in path.read_bytes().splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if step <= resumed_step:
+            lines.append(line + b"\n")
+    return lines
+
+
+def keep_earlier_metrics(original: type, resumed_step: int) -> type:
+    """A subclass of verl's FileLogger that keeps what the steps before a resume have written.
+
+    A run that starts from step 0 over an existing file moves that file aside (``name.1.jsonl``, ``name.2.jsonl``, ...)
+    instead of deleting it.
+
+    Args:
+        original: verl's FileLogger.
+        resumed_step: `global_steps` of the trainer after loading its checkpoint; 0 for a fresh run.
+    """
+
+    class FileLogger(original):  # type: ignore[misc, valid-type]
+        """verl's file logger, appending after a resume."""
+
+        def __init__(self, project_name: str, experiment_name: str) -> None:
+            path = Path(_filepath(project_name, experiment_name))
+            backup = path.with_name(path.name + ".keep")
+            # A kill between the two writes below leaves the backup as the only whole copy.
+            source = backup if backup.exists() else path
+            kept: list[bytes] = []
+            if source.exists():
+                if resumed_step > 0:
+                    kept = earlier_lines(source, resumed_step)
+                    temporary = path.with_name(path.name + ".tmp")
+                    temporary.write_bytes(b"".join(kept))
+                    os.replace(temporary, backup)
+                elif source.stat().st_size:
+                    os.replace(source, _free_name(path))
+            super().__init__(project_name, experiment_name)
+            self.fp.write(b"".join(kept))
+            backup.unlink(missing_ok=True)
+
+    return FileLogger
+
+
+def _filepath(project_name: str, experiment_name: str) -> str:
+    """Where verl 0.9.1's file logger writes (utils/tracking.py:534-539)."""
+    given: Any = os.getenv("VERL_FILE_LOGGER_PATH")
+    if given is not None:
+        return given
+    root = os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", "."))
+    return os.path.join(root, project_name, f"{experiment_name}.jsonl")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl's V1 trainers need in order to feed our estimators: a mixin over the registered classes, no copy.
+
+`extend_registry` puts the mixin in front of each class of verl's trainer registry, under the same name, so
+``trainer.v1.trainer_mode`` keeps its meaning. The mixin hands every call straight to verl unless the run uses
+verl_ext (an estimator of ours, or the top-level config node ``verl_ext`` that our recipes bring).
+
+In such a run it
+
+* checks the configuration before any worker starts;
+* asks the engine for the columns that the chosen estimators need, together with the old log-probabilities;
+* makes the row fields available to the estimators while verl computes the advantages;
+* keeps the metrics of the steps before a resume, which verl's file logger would delete.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_ext.integration import checks, columns, wraps
+from verl_ext.integration.estimators import ESTIMATORS
+from verl_ext.integration.metrics import trajectory_metrics
+from verl_ext.integration.metrics_file import keep_earlier_metrics
+from verl_ext.integration.mix import component_names
+from verl_ext.integration.options import select
+
+logger = logging.getLogger(__name__)
+
+
+def uses_verl_ext(config: Any) -> bool:
+    """Whether a run names anything of ours: the ``verl_ext`` node or an estimator that we registered."""
+    if config.get("verl_ext") is not None:
+        return True
+    name = select(config.algorithm, "adv_estimator")
+    return getattr(name, "value", name) in {*ESTIMATORS, "mix"}
+
+
+def inert(method: Any) -> Any:
+    """Hand the call to verl's own method unless the run uses verl_ext."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._verl_ext:
+            return getattr(super(VerlExtTrainer, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+class VerlExtTrainer:
+    """Mixin over a V1 trainer of verl. See the module's text."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        self._verl_ext = uses_verl_ext(config)
+        if self._verl_ext:
+            checks.check(config)
+            names = component_names(config.algorithm)
+            self._needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
+        super().__init__(config)  # type: ignore[call-arg]
+
+    @inert
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()  # type: ignore[misc]
+        poll = select(self.config.get("verl_ext"), "poll_interval_s")
+        if poll is not None:
+            buffer.poll_interval = float(poll)
+        return buffer
+
+    @inert
+    def fit(self, agent_loop_manager: Any) -> Any:
+        make = functools.partial(keep_earlier_metrics, resumed_step=self.global_steps)  # type: ignore[attr-defined]
+        with wraps.replaced(wraps.FILE_LOGGER, make):
+            return super().fit(agent_loop_manager)  # type: ignore[misc]
+
+    @inert
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if "sum_pi_squared" not in self._needs:
+            return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        batch.extra_info["calculate_sum_pi_squared"] = True
+        return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+
+    @inert
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        active = self._active_batch(batch)
+        metrics.update(self._completeness(batch))
+
+        def make(original: Any) -> Any:
+            def compute(data: Any, batch_keys: list[str], adv_estimator: Any, **kwargs: Any) -> Any:
+                _complete(active, data)
+                checks.check_rewards(active.columns, data.batch["token_level_rewards"], batch_keys)
+
+                def component(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+                    # verl writes its results into the batch it is given; a shallow copy keeps `data` as it was.
+                    part = type(data)(
+                        batch=data.batch.clone(recurse=False),
+                        non_tensor_batch=dict(data.non_tensor_batch),
+                        meta_info=dict(data.meta_info),
+                    )
+                    part = original(part, batch_keys=batch_keys, adv_estimator=name, **kwargs)
+                    return part.batch["advantages"], part.batch["returns"]
+
+                active.component = component
+                with columns.active(active):
+                    data = original(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **kwargs)
+                checks.check_advantages(data.batch["advantages"], batch_keys, str(adv_estimator))
+                active.metrics.update(trajectory_metrics(active.columns))
+                self._after_advantage(active, data, batch_keys)
+                return data
+
+            return compute
+
+        with wraps.replaced(wraps.ADVANTAGE, make):
+            batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        metrics.update(active.metrics)
+        return batch
+
+    def _active_batch(self, batch: Any) -> columns.ActiveBatch:
+        """Row fields of the batch from its keys, tags and the agent loops' extra fields."""
+        extra = _fetch(batch, ["extra_fields"]).get("extra_fields")
+        found, missing = columns.row_fields(batch.keys, batch.tags, None if extra is None else list(extra))
+        active = columns.ActiveBatch(columns=found, missing=missing)
+        if "sum_pi_squared" in self._needs:
+            from verl.workers.utils.padding import response_from_nested
+
+            data = _fetch(batch, ["sum_pi_squared", "response_mask"])
+            if "sum_pi_squared" not in data:
+                raise columns.RowFieldMissing(
+                    "the training engine returned no sum_pi_squared with the old log-probabilities. It needs "
+                    "actor_rollout_ref.model.use_fused_kernels=false and an FSDP or Megatron engine."
+                )
+            nested = response_from_nested(data["sum_pi_squared"], data["response_mask"])
+            active.columns["sum_pi_squared"] = nested.to_padded_tensor(0.0).float()
+        return active
+
+    def _completeness(self, batch: Any) -> dict[str, float]:
+        """How many rollouts of the batch are missing, because their agent loop raised (verl logs the traceback)."""
+        real = [columns.split_key(key) for key, tag in zip(batch.keys, batch.tags, strict=True) if not _padding(tag)]
+        expected = int(self.config.actor_rollout_ref.rollout.n) * len({uid for uid, _, _ in real})
+        present = len({traj for _, traj, _ in real})
+        if present < expected:
+            logger.warning(
+                "%d of %d rollouts of this batch are missing: their agent loop raised (look for 'Error in "
+                "_run_prompt' above). Groups are smaller by that much.",
+                expected - present,
+                expected,
+            )
+        return {
+            "rollout/trajectories": present,
+            "rollout/missing_trajectories": max(expected - present, 0),
+            "rollout/rows": len(real),
+        }
+
+    def _after_advantage(self, active: columns.ActiveBatch, data: Any, batch_keys: list[str]) -> None:
+        """Write one line a row (who, which turn, reward, advantage) if ``verl_ext.rows_dir`` is set."""
+        folder = select(self.config.get("verl_ext"), "rows_dir")
+        if folder:
+            from verl_ext.integration.rows_file import row_records, write_rows
+
+            first = self.local_trigger_step == 0  # type: ignore[attr-defined]
+            records = row_records(active.columns, data, batch_keys)
+            write_rows(folder, self.global_steps, records, start=first)  # type: ignore[attr-defined]
+
+
+def _padding(tag: Mapping[str, Any]) -> bool:
+    return bool(tag.get("is_padding", False))
+
+
+def _fetch(batch: Any, fields: list[str]) -> Any:
+    import transfer_queue as tq
+
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+def _complete(active: columns.ActiveBatch, data: Any) -> None:
+    """Add the token columns that verl already fetched, and settle the reward of each row.
+
+    A trajectory of one row has the reward of its row. KL-in-reward is part of `token_level_rewards` only, so its
+    share is added to the rewards that came with the rows.
+    """
+    for name in columns.TOKEN_COLUMNS:
+        if name in data.batch.keys() and name not in active.columns:
+            active.columns[name] = data.batch[name]
+    scores = data.batch["token_level_scores"].double().sum(-1)
+    rewards = data.batch["token_level_rewards"].double().sum(-1)
+    valid = active.columns["valid_row"]
+    if "turn_reward" not in active.columns:
+        if columns.one_row_each(active.columns["traj_uid"], valid):
+            active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)
+            active.missing.pop("turn_reward", None)
+    else:
+        active.columns["turn_reward"] = active.columns["turn_reward"] + (rewards - scores).numpy()
+
+
+def extend_registry() -> None:
+    """Put the mixin in front of every registered V1 trainer, keeping its name. Idempotent."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    for name, trainer in list(TRAINER_REGISTRY.items()):
+        if not issubclass(trainer, VerlExtTrainer):
+            TRAINER_REGISTRY[name] = type(
+                trainer.__name__, (VerlExtTrainer, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
+            )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where verl_ext replaces a name of verl.
+
+A class or a registry entry is always preferred. Where verl offers neither, a wrap is declared here with the verl
+version and the line that it was written for, and the parameters that it counts on. A wrap whose target has changed
+raises `UnsupportedVerl` with the name of the target: it never works half.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = "verl>=0.9.1,<0.10"
+
+
+class UnsupportedVerl(RuntimeError):
+    """The installed verl does not look as this package expects."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A name of verl that is wrapped, and what is known about it.
+
+    Attributes:
+        module: dotted name of verl's module.
+        name: attribute of that module.
+        parameters: parameter names that the wrap relies on, a subset of the signature; None for a name that is not
+            called by us.
+        written_for: verl version, file and line, for the reader.
+        reason: why no registry, config value or subclass reaches it.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None
+    written_for: str
+    reason: str
+
+    def resolve(self) -> Any:
+        """Return the target, checked.
+
+        Raises:
+            UnsupportedVerl: the name is gone or its parameters are not the expected ones.
+        """
+        try:
+            owner = importlib.import_module(self.module)
+            target = getattr(owner, self.name)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedVerl(self._message(f"it cannot be found ({error})")) from error
+        if self.parameters is not None:
+            found = inspect.signature(target).parameters
+            missing = [name for name in self.parameters if name not in found]
+            if missing:
+                raise UnsupportedVerl(self._message(f"it no longer takes {', '.join(missing)}; it takes {list(found)}"))
+        return target
+
+    def _message(self, problem: str) -> str:
+        return (
+            f"verl_ext wraps {self.module}.{self.name} (written for {self.written_for}), but {problem}. "
+            f"Install a supported verl: pip install '{SUPPORTED}'."
+        )
+
+
+@contextmanager
+def replaced(target: Target, make: Callable[[Any], Any]) -> Iterator[Any]:
+    """Replace `target` by `make(original)` inside the block; yields the original and always puts it back."""
+    original = target.resolve()
+    owner = importlib.import_module(target.module)
+    setattr(owner, target.name, make(original))
+    try:
+        yield original
+    finally:
+        setattr(owner, target.name, original)
+
+
+def replace(target: Target, make: Callable[[Any], Any]) -> None:
+    """Replace `target` by `make(original)` for the life of the process. Idempotent."""
+    original = target.resolve()
+    if getattr(original, "__verl_ext_wrap__", False):
+        return
+    wrapped = make(original)
+    wrapped.__verl_ext_wrap__ = True
+    setattr(importlib.import_module(target.module), target.name, wrapped)
+
+
+ADVANTAGE = Target(
+    module="verl.trainer.ppo.v1.trainer_base",
+    name="compute_advantage_for_multi_trajectories",
+    parameters=("data", "batch_keys", "adv_estimator", "config"),
+    written_for="verl 0.9.1, trainer/ppo/v1/trainer_base.py `_compute_advantage`, step 3",
+    reason="a registered estimator gets four arguments; the batch and its storage keys are visible only here",
+)
+FILE_LOGGER = Target(
+    module="verl.utils.tracking",
+    name="FileLogger",
+    parameters=("project_name", "experiment_name"),
+    written_for="verl 0.9.1, utils/tracking.py:529",
+    reason="the logger opens its file for writing and so deletes the metrics of the steps before a resume",
+)
+PROCESS_GROUP = Target(
+    module="verl.utils.distributed",
+    name="initialize_global_process_group_ray",
+    parameters=("timeout_second", "backend"),
+    written_for="verl 0.9.1, utils/distributed.py:77",
+    reason="on the CPU the default backend reads 'cpu:gloo,cpu:gloo', which torch refuses; no key reaches it",
+)
+VALUE_HEAD = Target(
+    module="verl.utils.model",
+    name="load_valuehead_model",
+    parameters=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
+    written_for="verl 0.9.1, utils/model.py:641",
+    reason="the critic's attention implementation is written into the function as flash_attention_2",
+)
+OFFLOAD_POLICY = Target(
+    module="verl.workers.engine.fsdp.transformer_impl",
+    name="CPUOffloadPolicy",
+    parameters=None,
+    written_for="verl 0.9.1, workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
+    reason="forward-only models ask for pinned memory, which needs an accelerator",
+)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a CPU run that follow from other settings, filled in before Ray starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+
+def complete(config: Any) -> None:
+    """Fill in what `recipe/cpu.yaml` cannot say in YAML, in place.
+
+    verl sizes its pools by the Ray resource ``GPU``; on the CPU one logical GPU is declared for each training
+    process, and CPUs enough for the actors that verl starts beside them. A Ray cluster that is already running keeps
+    what it was started with: it must offer the same logical resources.
+
+    Args:
+        config: composed config of verl's `ppo_trainer`.
+    """
+    with open_dict(config):
+        init = OmegaConf.select(config, "ray_kwargs.ray_init") or {}
+        if init.get("address") or os.environ.get("RAY_ADDRESS"):
+            return
+        processes = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
+        reward = config.reward.reward_model
+        if reward.get("enable_resource_pool"):
+            processes += int(reward.n_gpus_per_node) * int(reward.nnodes)
+        # Logical figures: verl asks for 3 CPUs a training process and about one for each of its other actors.
+        _default(config, "ray_kwargs.ray_init.num_gpus", processes)
+        _default(config, "ray_kwargs.ray_init.num_cpus", 16 + 4 * processes)
+        _default(config, "ray_kwargs.ray_init.include_dashboard", False)
+
+
+def _default(config: Any, key: str, value: Any) -> None:
+    if OmegaConf.select(config, key) is None:
+        OmegaConf.update(config, key, value, force_add=True)

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded generation engine on a tiny random Llama: batching, sampling, stopping, seeds, faults, memory bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from verl_ext.rollout.embedded.engine import GenerationEngine, Request, kv_bytes_per_token
+from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
+
+VOCAB = 48
+
+
+def tiny_model(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        attn_implementation="sdpa",
+        **changes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_model()
+
+
+def prompts(count: int, seed: int = 1, low: int = 2, high: int = 30) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def run(engine: GenerationEngine, requests: list[Request]) -> list[Request]:
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work():
+        engine.step()
+    return requests
+
+
+def reference_logprobs(model, request: Request, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor([request.prompt_ids + request.token_ids])
+    with torch.no_grad():
+        logp = (model(ids).logits[0].float() / temperature).log_softmax(-1)
+    rows = logp[len(request.prompt_ids) - 1 : -1]
+    return rows.gather(-1, torch.tensor(request.token_ids)[:, None])[:, 0]
+
+
+def test_concurrent_equals_sequential_whatever_the_arrival(model):
+    """Rows join and leave a running batch without changing what each of them samples."""
+    lengths = [1, 3, 40, 7, 12, 25, 2, 33, 18, 5, 9, 14]
+    specs = [
+        (p, SamplingParams(max_tokens=n, temperature=0.9, seed=100 + i))
+        for i, (p, n) in enumerate(zip(prompts(12), lengths, strict=True))
+    ]
+    engine = GenerationEngine(model, max_model_len=256)
+    alone = [run(engine, [Request(list(p), s)])[0] for p, s in specs]
+    together = run(engine, [Request(list(p), s) for p, s in specs])
+    small = run(GenerationEngine(model, max_model_len=256, max_batch_size=3), [Request(list(p), s) for p, s in specs])
+    staggered = [Request(list(p), s) for p, s in reversed(specs)]
+    for request in staggered:
+        engine.submit(request)
+        engine.step()
+        engine.step()
+    while engine.has_work():
+        engine.step()
+    for i, request in enumerate(alone):
+        assert len(request.token_ids) == lengths[i]
+        for other in (together[i], small[i], staggered[-1 - i]):
+            assert other.token_ids == request.token_ids
+            assert other.logprobs == pytest.approx(request.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_plain_forward(model, temperature):
+    engine = GenerationEngine(model, max_model_len=256)
+    params = SamplingParams(max_tokens=20, temperature=temperature)
+    for request in run(engine, [Request(p, params) for p in prompts(9)]):
+        expected = reference_logprobs(model, request, temperature)
+        torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_logprobs_modes_differ_as_documented(model):
+    prompt = prompts(1)[0]
+    params = SamplingParams(max_tokens=12, temperature=0.6, top_k=4, seed=3)
+    out = {
+        mode: run(GenerationEngine(model, logprobs_mode=mode), [Request(prompt, params)])[0]
+        for mode in ("processed_logprobs", "policy_logprobs", "raw_logprobs")
+    }
+    tokens = out["raw_logprobs"].token_ids
+    assert all(r.token_ids == tokens for r in out.values())
+    ids = torch.tensor([prompt + tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    index = torch.tensor(tokens)[:, None]
+    top = (logits / 0.6).topk(4).values
+    processed = (logits / 0.6).gather(-1, index)[:, 0] - top.logsumexp(-1)
+    expected = {
+        "raw_logprobs": logits.log_softmax(-1).gather(-1, index)[:, 0],
+        "policy_logprobs": (logits / 0.6).log_softmax(-1).gather(-1, index)[:, 0],
+        "processed_logprobs": processed,
+    }
+    for mode, request in out.items():
+        torch.testing.assert_close(torch.tensor(request.logprobs), expected[mode], atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="logprobs_mode='logits'"):
+        GenerationEngine(model, logprobs_mode="logits")
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"attn_implementation": "eager"}])
+def test_greedy_equals_transformers_generate(changes):
+    torch.manual_seed(5)
+    base = {"num_key_value_heads": 2, "attn_implementation": "sdpa", **changes}
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **base
+    )
+    model = LlamaForCausalLM(config).eval()
+    check_greedy(model)
+
+
+def check_greedy(model) -> None:
+    batch = prompts(6, seed=4)
+    engine = GenerationEngine(model, max_model_len=256)
+    got = run(engine, [Request(p, SamplingParams(max_tokens=25, temperature=0.0)) for p in batch])
+    for prompt, request in zip(batch, got, strict=True):
+        ids = torch.tensor([prompt])
+        options = dict(max_new_tokens=25, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert request.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_sliding_window_model_equals_transformers_generate():
+    torch.manual_seed(6)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        initializer_range=0.15,
+        attn_implementation="sdpa",
+    )
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    check_greedy(Qwen2ForCausalLM(config).eval())
+
+
+def allowed_ids(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The documented truncation, one id after the other."""
+    probs = logits.double().softmax(-1)
+    order = [i for i in probs.argsort(descending=True).tolist() if probs[i] >= min_p * probs.max()]
+    order = order[:top_k] if top_k > 0 else order
+    kept, mass, total = [], 0.0, sum(float(probs[i]) for i in order)
+    for i in order:
+        if mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += float(probs[i])
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(-1, 1.0, 0.0), (5, 1.0, 0.0), (-1, 0.6, 0.0), (-1, 1.0, 0.2), (6, 0.8, 0.05), (1, 1.0, 0.0), (-1, 1e-6, 0.0)],
+)
+def test_sampler_set_and_frequencies(top_k, top_p, min_p):
+    torch.manual_seed(7)
+    logits = torch.randn(20) * 1.5
+    rows, temperature = 20000, 0.8
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    batch = BatchSampling([params] * rows, 20, torch.device("cpu"))
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).tolist()
+    wide = logits.expand(rows, -1)
+    tokens, logprobs = sample(wide, wide, batch, uniforms)
+    kept = allowed_ids(logits / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert set(tokens.tolist()) <= set(kept)
+    expected = torch.full((20,), -math.inf)
+    expected[kept] = (logits / temperature)[kept].log_softmax(-1)
+    torch.testing.assert_close(logprobs, expected[tokens], atol=1e-5, rtol=0)
+    frequency = torch.bincount(tokens, minlength=20) / rows
+    # four standard errors of a frequency
+    bound = 4 * (expected.exp() * (1 - expected.exp()) / rows).sqrt() + 1e-12
+    assert bool(((frequency - expected.exp()).abs() <= bound).all())
+
+
+def test_rows_of_a_batch_keep_their_own_parameters(model):
+    prompt = prompts(1, seed=9)[0]
+    specs = [
+        SamplingParams(max_tokens=15, temperature=0.0),
+        SamplingParams(max_tokens=15, temperature=1.3, seed=1),
+        SamplingParams(max_tokens=15, top_k=1, seed=2),
+        SamplingParams(max_tokens=15, min_p=1.0, seed=3),
+        SamplingParams(max_tokens=15, top_p=0.5, temperature=0.5, seed=4),
+    ]
+    engine = GenerationEngine(model)
+    mixed = run(engine, [Request(prompt, s) for s in specs])
+    for request, spec in zip(mixed, specs, strict=True):
+        assert request.token_ids == run(engine, [Request(prompt, spec)])[0].token_ids
+    # top_k=1 and min_p=1 leave the most likely id
+    assert mixed[0].token_ids == mixed[2].token_ids == mixed[3].token_ids
+    assert mixed[2].logprobs == [0.0] * 15
+    assert mixed[1].token_ids != mixed[0].token_ids
+
+
+def test_extreme_uniforms_stay_inside_the_support():
+    logits = torch.tensor([[-math.inf, 0.0, 1.0, -math.inf]])
+    batch = BatchSampling([SamplingParams(max_tokens=1)], 4, torch.device("cpu"))
+    assert sample(logits, logits, batch, [0.0])[0].item() == 1
+    assert sample(logits, logits, batch, [1.0])[0].item() == 2
+
+
+def test_stop_ids_eos_and_ignore_eos(model):
+    prompt = prompts(1, seed=11)[0]
+    free = run(GenerationEngine(model), [Request(prompt, SamplingParams(max_tokens=30, seed=5))])[0]
+    assert free.finish_reason == "length" and len(free.token_ids) == 30
+    target = free.token_ids[10]
+    first = free.token_ids.index(target)
+    stopped = run(
+        GenerationEngine(model),
+        [Request(prompt, SamplingParams(max_tokens=30, seed=5, stop_token_ids=frozenset({target})))],
+    )[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: first + 1]
+    with_eos = GenerationEngine(model, eos_token_ids=[target])
+    by_eos, ignoring = run(
+        with_eos,
+        [
+            Request(prompt, SamplingParams(max_tokens=30, seed=5)),
+            Request(prompt, SamplingParams(max_tokens=30, seed=5, ignore_eos=True)),
+        ],
+    )
+    assert by_eos.token_ids == stopped.token_ids and by_eos.finish_reason == "stop"
+    assert ignoring.token_ids == free.token_ids
+    later = run(with_eos, [Request(prompt, SamplingParams(max_tokens=30, seed=5, min_tokens=20))])[0]
+    assert len(later.token_ids) >= 20 and target not in later.token_ids[:20]
+
+
+def test_penalties_follow_their_formulas(model):
+    prompt = prompts(1, seed=12)[0]
+    params = SamplingParams(
+        max_tokens=20, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
+    )
+    request = run(GenerationEngine(model), [Request(prompt, params)])[0]
+    tokens: list[int] = []
+    for _ in range(20):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].float()
+        for i in range(VOCAB):
+            if i in prompt or i in tokens:
+                logits[i] = logits[i] / 1.4 if logits[i] > 0 else logits[i] * 1.4
+            logits[i] -= 0.2 * tokens.count(i) + 0.3 * (i in tokens)
+        tokens.append(int(logits.argmax()))
+    assert request.token_ids == tokens
+    plain = run(GenerationEngine(model), [Request(prompt, SamplingParams(max_tokens=20, temperature=0.0))])[0]
+    assert plain.token_ids != tokens
+
+
+def test_padded_vocabulary_is_never_sampled(model):
+    engine = GenerationEngine(model, vocab_limit=10)
+    request = run(engine, [Request([1, 2, 3], SamplingParams(max_tokens=200, temperature=5.0))])[0]
+    assert max(request.token_ids) < 10
+
+
+def test_default_seeds_depend_on_prompt_version_and_occurrence(model):
+    params = SamplingParams(max_tokens=16)
+    a, b = prompts(2, seed=13)
+
+    def samples(order: list[list[int]], version: int, seed: int = 7) -> list[list[int]]:
+        engine = GenerationEngine(model, seed=seed)
+        engine.set_version(version)
+        return [r.token_ids for r in run(engine, [Request(list(p), params) for p in order])]
+
+    one = samples([a, a, b, a], 1)
+    assert len({tuple(t) for t in one}) == 4
+    assert samples([a, b, a, a], 1) == [one[0], one[2], one[1], one[3]]
+    assert samples([a, a, b, a], 2) != one
+    assert samples([a, a, b, a], 1, seed=8) != one
+    engine = GenerationEngine(model, seed=7)
+    engine.set_version(1)
+    first = run(engine, [Request(a, params)])[0].token_ids
+    engine.set_version(2)
+    engine.set_version(1)
+    assert run(engine, [Request(a, params)])[0].token_ids == first
+
+
+def test_abort_returns_what_was_sampled(model):
+    engine = GenerationEngine(model, max_batch_size=2)
+    batch = [Request(p, SamplingParams(max_tokens=50, seed=i), request_id=f"r{i}") for i, p in enumerate(prompts(4))]
+    full = run(GenerationEngine(model), [Request(r.prompt_ids, r.params) for r in batch])
+    for request in batch:
+        engine.submit(request)
+    for _ in range(6):
+        engine.step()
+    assert engine.abort(["r1", "r3"]) == [batch[3], batch[1]]
+    assert batch[3].token_ids == [] and 0 < len(batch[1].token_ids) < 50
+    assert batch[1].token_ids == full[1].token_ids[: len(batch[1].token_ids)]
+    while engine.has_work():
+        engine.step()
+    assert [batch[0].token_ids, batch[2].token_ids] == [full[0].token_ids, full[2].token_ids]
+    assert engine.abort() == []
+    # the tokens so far, sent as a prompt, are continued
+    resumed = run(engine, [Request(batch[1].prompt_ids + batch[1].token_ids, SamplingParams(max_tokens=3))])[0]
+    torch.testing.assert_close(
+        torch.tensor(resumed.logprobs), reference_logprobs(model, resumed), atol=1e-5, rtol=0
+    )
+
+
+def test_model_failure_reaches_its_requests_and_the_engine_goes_on():
+    model = tiny_model(3)
+    engine = GenerationEngine(model)
+    running = [Request(p, SamplingParams(max_tokens=20)) for p in prompts(3)]
+    for request in running:
+        engine.submit(request)
+    engine.step()
+    weight = model.lm_head.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    ended = engine.step()
+    assert sorted(map(id, ended)) == sorted(map(id, running))
+    assert all(isinstance(r.error, FloatingPointError) and "NaN" in str(r.error) for r in running)
+    assert not engine.has_work() and engine.kv_nbytes == 0
+    late = Request([1, 2], SamplingParams(max_tokens=2))
+    engine.submit(late)
+    assert engine.step() == [late] and isinstance(late.error, FloatingPointError)
+    with torch.no_grad():
+        weight.copy_(good)
+    assert run(engine, [Request([1, 2], SamplingParams(max_tokens=2))])[0].finish_reason == "length"
+
+
+def test_failing_prefill_spares_the_running_rows(model, monkeypatch):
+    engine = GenerationEngine(model)
+    spec = SamplingParams(max_tokens=12, seed=1)
+    expected = run(engine, [Request([1, 2, 3], spec)])[0].token_ids
+    running = engine.submit(Request([1, 2, 3], spec))
+    engine.step()
+    collect = engine._collect
+
+    def broken_collect(first):
+        # only a prefill collects from a later row on; by then its rows are placed, the worst moment to fail
+        if first:
+            raise MemoryError("prefill")
+        return collect(first)
+
+    monkeypatch.setattr(engine, "_collect", broken_collect)
+    bad = engine.submit(Request([4, 5], SamplingParams(max_tokens=5)))
+    ended = engine.step()
+    assert bad in ended and isinstance(bad.error, MemoryError)
+    monkeypatch.undo()
+    while engine.has_work():
+        engine.step()
+    assert running.token_ids == expected
+
+
+def test_key_value_memory_is_bounded(model):
+    per_token = kv_bytes_per_token(model.config, torch.float32)
+    assert per_token == 2 * 2 * 2 * 8 * 4
+    engine = GenerationEngine(model, max_model_len=256, kv_cache_bytes=per_token * 400)
+    batch = [Request(p, SamplingParams(max_tokens=60, seed=i)) for i, p in enumerate(prompts(20, low=10, high=20))]
+    for request in batch:
+        engine.submit(request)
+    most_rows = most_bytes = 0
+    while engine.has_work():
+        engine.step()
+        most_rows = max(most_rows, engine.num_running)
+        most_bytes = max(most_bytes, engine.kv_nbytes)
+    assert 2 <= most_rows <= 400 // 70
+    assert most_bytes <= per_token * 400 * 1.3
+    free = run(GenerationEngine(model), [Request(r.prompt_ids, r.params) for r in batch])
+    assert [r.token_ids for r in batch] == [r.token_ids for r in free]
+    engine.release_cache()
+    assert engine.kv_nbytes == 0
+    # one request is served even if it alone exceeds the bound
+    tight = GenerationEngine(model, kv_cache_bytes=1)
+    assert run(tight, [Request([1, 2], SamplingParams(max_tokens=4, seed=i)) for i in range(3)])[2].finish_reason
+
+
+def test_bfloat16_model_agrees_with_its_own_forward():
+    model = tiny_model(2).to(torch.bfloat16)
+    engine = GenerationEngine(model, max_model_len=256)
+    for request in run(engine, [Request(p, SamplingParams(max_tokens=20)) for p in prompts(6)]):
+        expected = reference_logprobs(model, request)
+        torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=0.05, rtol=0)
+
+
+def test_equal_prompts_are_computed_once(model):
+    engine = GenerationEngine(model)
+    widths = []
+    forward = engine._forward
+
+    def spy(**kwargs):
+        widths.append(tuple(kwargs["input_ids"].shape))
+        return forward(**kwargs)
+
+    engine._forward = spy
+    batch = run(engine, [Request([5, 6, 7], SamplingParams(max_tokens=4)) for _ in range(8)])
+    assert widths == [(1, 3), (8, 1), (8, 1), (8, 1)]
+    assert len({tuple(r.token_ids) for r in batch}) > 1
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temprature": 1.0, "best_of": 2}, r"unknown sampling parameter\(s\) \['best_of', 'temprature'\]"),
+        ({"n": 2}, "n=2"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"top_k": 1.5}, "top_k=1.5 is not an integer"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+    ],
+)
+def test_bad_sampling_parameters_are_named(params, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_dict(params, default_max_tokens=4, max_tokens_limit=8)
+
+
+def test_sampling_parameters_from_a_dictionary():
+    def build(params, **kwargs):
+        return SamplingParams.from_dict(params, **{"default_max_tokens": 4, "max_tokens_limit": 8, **kwargs})
+
+    verl = dict(temperature=0.5, top_p=1, top_k=-1, repetition_penalty=1.0, logprobs=True)
+    assert build(verl) == SamplingParams(max_tokens=4, temperature=0.5, logprobs=True)
+    assert build({"max_new_tokens": 100}).max_tokens == 8
+    assert build({"max_tokens": 0}).max_tokens == 1
+    assert build({"max_tokens": None}, default_max_tokens=-3).max_tokens == 1
+    assert build({"seed": 2**62 + 1}).seed == 2**62 + 1
+    assert build({"stop_token_ids": [3, 4]}).stop_token_ids == {3, 4}
+    assert not build({}).logprobs
+    assert build({}, ignore_eos=True, repetition_penalty=1.2) == SamplingParams(
+        max_tokens=4, ignore_eos=True, repetition_penalty=1.2, logprobs=False
+    )
+
+
+def test_bad_requests_and_models_are_refused(model):
+    engine = GenerationEngine(model, max_model_len=32)
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        engine.submit(Request([], params))
+    with pytest.raises(ValueError, match=r"outside the model's vocabulary \[0, 48\)"):
+        engine.submit(Request([1, 48], params))
+    with pytest.raises(ValueError, match="max_model_len=32"):
+        engine.submit(Request([1] * 30, params))
+    with pytest.raises(ValueError, match="max_batch_size=0"):
+        GenerationEngine(model, max_batch_size=0)
+    assert not engine.has_work()

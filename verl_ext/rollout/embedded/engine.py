@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous-batching generation over a transformers causal language model, without Ray and without asyncio.
+
+:class:`GenerationEngine` is driven by calling :meth:`GenerationEngine.step`: each step admits waiting requests (one
+batched, left-padded prefill in which equal prompts are computed once) and then decodes one token for every running row.
+Finished rows leave at once. One thread steps the engine; :meth:`GenerationEngine.submit` may be called from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import threading
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from verl_ext.rollout.embedded.kv_cache import SlotCache
+from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, SamplingParams, sample
+
+__all__ = ["GenerationEngine", "Request", "kv_bytes_per_token"]
+
+#: Uniform numbers drawn from a request's generator at a time.
+_UNIFORM_BLOCK = 64
+#: Prompts whose occurrences are counted for default seeds; the oldest are forgotten beyond that.
+_MAX_COUNTED_PROMPTS = 1 << 18
+_SEED_MASK = 0x7FFF_FFFF_FFFF_FFFF
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine.
+
+    Args:
+        prompt_ids: token ids, not empty.
+        params: sampling parameters.
+        request_id: free name, used by :meth:`GenerationEngine.abort`.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        logprobs: log-probability of each of them.
+        finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` once finished.
+        error: set instead of ``finish_reason`` when the model failed.
+        min_version, max_version: weight version at admission and at the end.
+    """
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    request_id: str = ""
+    seed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    min_version: int | None = None
+    max_version: int | None = None
+    _stop: frozenset[int] = frozenset()
+    _generator: torch.Generator | None = None
+    _uniforms: list[float] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def _next_uniform(self) -> float:
+        if self.params.greedy:
+            return 0.0
+        if not self._uniforms:
+            if self._generator is None:
+                self._generator = torch.Generator().manual_seed(self.seed)
+            block = torch.rand(_UNIFORM_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+            block.reverse()
+            self._uniforms = block
+        return self._uniforms.pop()
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token of one row occupies, from a transformers model config."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", 1)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * torch.empty(0, dtype=dtype).element_size()
+
+
+class GenerationEngine:
+    """Batched generation with a transformers causal language model.
+
+    Args:
+        model: a causal language model in eval mode. Layers must be full or sliding-window attention.
+        eos_token_ids: ids that end a response unless ``ignore_eos``.
+        max_model_len: prompt and response tokens of one row at most.
+        max_batch_size: rows decoded at once at most.
+        max_prefill_tokens: padded prompt tokens of one prefill forward at most (a longer single prompt still runs
+            alone).
+        kv_cache_bytes: bound on the key-value cache, counting every admitted row at its full possible length. One row
+            is always admitted.
+        seed: base of the default request seeds.
+        logprobs_mode: see :mod:`verl_ext.rollout.embedded.sampling`.
+        vocab_limit: ids at and beyond it are never sampled (padded vocabulary); ``None`` samples all.
+
+    Raises:
+        ValueError: an unsupported model or argument.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        max_model_len: int = 2048,
+        max_batch_size: int = 256,
+        max_prefill_tokens: int = 8192,
+        kv_cache_bytes: int = 2 << 30,
+        seed: int = 0,
+        logprobs_mode: str = "processed_logprobs",
+        vocab_limit: int | None = None,
+    ) -> None:
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode={logprobs_mode!r} is not one of {list(LOGPROBS_MODES)}")
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("max_batch_size", max_batch_size),
+            ("max_prefill_tokens", max_prefill_tokens),
+            ("kv_cache_bytes", kv_cache_bytes),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value!r} must be at least 1")
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
+        arguments = inspect.signature(model.forward).parameters
+        if (
+            getattr(config, "is_encoder_decoder", False)
+            or getattr(model, "_is_stateful", False)
+            or "position_ids" not in arguments
+            or not layer_types <= {"full_attention", "sliding_attention"}
+        ):
+            raise ValueError(
+                f"model_type={config.model_type!r} with layers {sorted(layer_types)} is not supported by the embedded "
+                "rollout engine: it decodes decoder-only models that take position_ids and have full or "
+                "sliding-window attention"
+            )
+        # A ready 4-D mask is handed to every layer as it is, which a sliding window must not get.
+        self._plain_attention = layer_types == {"full_attention"} and not (
+            getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        )
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.vocab_size = int(text.vocab_size)
+        self.vocab_limit = vocab_limit if vocab_limit is not None and vocab_limit < self.vocab_size else None
+        self.eos_token_ids = frozenset(int(i) for i in eos_token_ids)
+        self.max_model_len = max_model_len
+        self.max_batch_size = max_batch_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.kv_cache_tokens = max(1, kv_cache_bytes // kv_bytes_per_token(config, self.dtype))
+        self.seed = seed
+        self.logprobs_mode = logprobs_mode
+        #: Version of the weights; recorded in each request.
+        self.version: int | None = None
+        self._accepts_logits_to_keep = "logits_to_keep" in arguments
+        self._cache = SlotCache(self.device, self.dtype, max_batch_size, self.kv_cache_tokens)
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._batch: BatchSampling | None = None
+        self._edits = False
+        self._tokens = torch.zeros(max_batch_size, 1, dtype=torch.long, device=self.device)
+        self._positions = torch.zeros(max_batch_size, 1, dtype=torch.long, device=self.device)
+        self._occurrences: dict[bytes, int] = {}
+        self._occurrences_lock = threading.Lock()
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> Request:
+        """Queue a request. Safe from any one thread beside the stepping one.
+
+        The seed of a request without one is derived from (engine seed, weight version, prompt, how many times this
+        prompt was submitted at this version): the same prompts get the same set of samples in whatever order they
+        arrive.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, or a prompt and response longer than the context.
+        """
+        ids = request.prompt_ids
+        if not ids:
+            raise ValueError("prompt_ids is empty: the embedded rollout engine needs at least one prompt token")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise ValueError(
+                f"prompt_ids holds ids in [{min(ids)}, {max(ids)}], "
+                f"outside the model's vocabulary [0, {self.vocab_size})"
+            )
+        if len(ids) + request.params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and max_tokens={request.params.max_tokens} exceed "
+                f"max_model_len={self.max_model_len}"
+            )
+        seed = request.params.seed
+        request.seed = self._default_seed(ids) if seed is None else seed & _SEED_MASK
+        request._stop = request.params.stop_token_ids
+        if not request.params.ignore_eos:
+            request._stop |= self.eos_token_ids
+        self._waiting.append(request)
+        return request
+
+    def _default_seed(self, prompt_ids: Sequence[int]) -> int:
+        version = -1 if self.version is None else self.version
+        numbers = array("q", [self.seed & _SEED_MASK, version, *prompt_ids])
+        digest = hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
+        with self._occurrences_lock:
+            count = self._occurrences.get(digest, 0)
+            self._occurrences[digest] = count + 1
+            if len(self._occurrences) > _MAX_COUNTED_PROMPTS:
+                del self._occurrences[next(iter(self._occurrences))]
+        final = hashlib.blake2b(digest + count.to_bytes(8, "little"), digest_size=8).digest()
+        return int.from_bytes(final, "little") & _SEED_MASK
+
+    def set_version(self, version: int | None) -> None:
+        """Record a new weight version and restart the occurrence counts of default seeds."""
+        with self._occurrences_lock:
+            if version != self.version:
+                self.version = version
+                self._occurrences.clear()
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of key-value buffers held now."""
+        return self._cache.nbytes
+
+    @torch.inference_mode()
+    def abort(self, requests: Iterable[str | Request] | None = None) -> list[Request]:
+        """End waiting and running requests with what they have; returns them.
+
+        Args:
+            requests: request ids or request objects; ``None`` ends all.
+        """
+        wanted = None if requests is None else set(requests)
+
+        def chosen(request: Request) -> bool:
+            return wanted is None or request in wanted or request.request_id in wanted
+
+        aborted = []
+        for _ in range(len(self._waiting)):
+            request = self._waiting.popleft()
+            if chosen(request):
+                aborted.append(request)
+            else:
+                self._waiting.append(request)
+        rows = [row for row, request in enumerate(self._running) if chosen(request)]
+        aborted += self._drop_rows(rows)
+        for request in aborted:
+            self._finish(request, "abort")
+        return aborted
+
+    def release_cache(self) -> None:
+        """Free the key-value buffers.
+
+        Raises:
+            RuntimeError: requests are running.
+        """
+        if self._running:
+            raise RuntimeError(f"{len(self._running)} requests run: drain or abort them before freeing the cache")
+        self._cache.release()
+
+    def fail_all(self, error: Exception) -> list[Request]:
+        """End all requests, waiting and running, with ``error``."""
+        failed = self._fail_running(error)
+        while self._waiting:
+            request = self._waiting.popleft()
+            request.error = error
+            failed.append(request)
+        return failed
+
+    # ---- stepping --------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Admit waiting requests and decode one token a running row; returns the requests that ended.
+
+        An exception of the model does not escape: the requests that it touched are returned with ``error`` set and the
+        engine goes on with the others.
+        """
+        finished: list[Request] = []
+        if self._waiting and len(self._running) < self.max_batch_size:
+            admitted = self._admit()
+            if admitted:
+                try:
+                    finished += self._prefill(admitted)
+                except Exception as error:  # reported to each request
+                    for request in admitted:
+                        request.error = error
+                    finished += admitted
+                    if self._cache.consistent:
+                        # rows that the failed prefill already placed have no owner
+                        for row in reversed(range(len(self._running), self._cache.rows)):
+                            self._cache.remove(row)
+                    else:
+                        finished += self._fail_running(error)
+                # a further group of waiting prompts joins before the next token is decoded
+                if self._waiting and len(self._running) < self.max_batch_size:
+                    return finished
+        if self._running:
+            try:
+                finished += self._decode()
+            except Exception as error:  # reported to each request
+                finished += self._fail_running(error)
+        return finished
+
+    def _admit(self) -> list[Request]:
+        """Take waiting requests in order, as many as batch, prefill and cache bounds allow."""
+        admitted: list[Request] = []
+        rows = len(self._running)
+        longest = max((len(r.prompt_ids) + r.params.max_tokens for r in self._running), default=0)
+        width = 0
+        prompts: set[tuple[int, ...]] = set()
+        while self._waiting and rows + len(admitted) < self.max_batch_size:
+            request = self._waiting[0]
+            length = len(request.prompt_ids)
+            key = tuple(request.prompt_ids)
+            new_width = max(width, length)
+            new_prompts = len(prompts) + (key not in prompts)
+            new_longest = max(longest, length + request.params.max_tokens)
+            total = rows + len(admitted) + 1
+            if total > 1 and total * new_longest > self.kv_cache_tokens:
+                break
+            if admitted and new_width * new_prompts > self.max_prefill_tokens:
+                break
+            prompts.add(key)
+            width, longest = new_width, new_longest
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _forward(self, **kwargs: Any) -> torch.Tensor:
+        if self._accepts_logits_to_keep:
+            kwargs["logits_to_keep"] = 1
+        return self.model(use_cache=True, **kwargs).logits[:, -1].float()
+
+    def _prefill(self, admitted: list[Request]) -> list[Request]:
+        prompts: dict[tuple[int, ...], int] = {}
+        source = [prompts.setdefault(tuple(r.prompt_ids), len(prompts)) for r in admitted]
+        width = max(len(p) for p in prompts)
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=self.device)
+        pads = torch.tensor([width - len(p) for p in prompts], device=self.device)
+        columns = torch.arange(width, device=self.device)
+        positions = (columns[None, :] - pads[:, None]).clamp_(min=0)
+        mask: torch.Tensor | None = None
+        if min(len(p) for p in prompts) < width:
+            mask = self._prefill_mask(columns, pads)
+        cache = DynamicCache()
+        for request in admitted:
+            request.min_version = self.version
+        logits = self._forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        if len(admitted) > len(prompts):
+            logits = logits[torch.tensor(source, device=self.device)]
+        first = len(self._running)
+        self._cache.insert(cache, source, [len(r.prompt_ids) for r in admitted])
+        self._positions[first : first + len(admitted), 0] = torch.tensor(
+            [len(r.prompt_ids) for r in admitted], device=self.device
+        )
+        batch = BatchSampling([r.params for r in admitted], logits.shape[-1], self.device)
+        tokens = self._sample(logits, admitted, batch)
+        self._tokens[first : first + len(admitted), 0] = tokens
+        self._running += admitted
+        self._batch = None
+        return self._collect(first)
+
+    def _prefill_mask(self, columns: torch.Tensor, pads: torch.Tensor) -> torch.Tensor:
+        if not self._plain_attention:
+            return (columns[None, :] >= pads[:, None]).long()
+        real_key = columns[None, None, :] >= pads[:, None, None]
+        causal = columns[:, None] >= columns[None, :]
+        # A padding query may look anywhere: a row without any key would turn its hidden state into NaN.
+        allowed = (real_key & causal) | (columns[None, :, None] < pads[:, None, None])
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
+
+    def _decode(self) -> list[Request]:
+        cache, rows = self._cache, len(self._running)
+        cache.prepare_step()
+        mask: torch.Tensor | None = None
+        if cache.padded:
+            mask = cache.mask()
+            if not self._plain_attention:
+                mask = (mask[:, 0, 0] == 0).long()
+        positions = self._positions[:rows]
+        logits = self._forward(
+            input_ids=self._tokens[:rows], attention_mask=mask, position_ids=positions, past_key_values=cache
+        )
+        cache.advance()
+        positions += 1
+        if self._batch is None:
+            params = [r.params for r in self._running]
+            self._batch = BatchSampling(params, logits.shape[-1], self.device)
+            self._edits = any(p.edits_logits for p in params)
+        self._tokens[:rows, 0] = self._sample(logits, self._running, self._batch)
+        return self._collect(0)
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request], batch: BatchSampling) -> torch.Tensor:
+        """Sample one token a request and append it; returns the tokens ``(rows,)``."""
+        edited = logits
+        if self.vocab_limit is not None:
+            edited = edited.clone()
+            edited[:, self.vocab_limit :] = -torch.inf
+        if self._edits or len(requests) != len(self._running):
+            for row, request in enumerate(requests):
+                if request.params.edits_logits:
+                    if edited is logits:
+                        edited = logits.clone()
+                    self._edit_row(edited[row], request)
+        tokens, logprobs = sample(logits, edited, batch, [r._next_uniform() for r in requests], self.logprobs_mode)
+        values = logprobs.tolist()
+        if math.isnan(sum(values)):
+            raise FloatingPointError("the model's logits hold NaN or +inf: its weights are broken")
+        for request, token, logprob in zip(requests, tokens.tolist(), values, strict=True):
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+        return tokens
+
+    def _edit_row(self, logits: torch.Tensor, request: Request) -> None:
+        """Apply penalties and ``min_tokens`` to one row of logits in place."""
+        params = request.params
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted({*request.prompt_ids, *request.token_ids}), device=logits.device)
+            values = logits[seen]
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if (params.frequency_penalty or params.presence_penalty) and request.token_ids:
+            generated = torch.tensor(request.token_ids, device=logits.device)
+            counts = torch.bincount(generated, minlength=logits.shape[-1]).to(logits.dtype)
+            logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if len(request.token_ids) < params.min_tokens and request._stop:
+            stop = [token for token in request._stop if token < logits.shape[-1]]
+            logits[torch.tensor(stop, dtype=torch.long, device=logits.device)] = -torch.inf
+
+    def _collect(self, first: int) -> list[Request]:
+        """End the rows from ``first`` on whose last token stops them."""
+        done = []
+        for row in range(first, len(self._running)):
+            request = self._running[row]
+            if request.token_ids[-1] in request._stop:
+                self._finish(request, "stop")
+                done.append(row)
+            elif len(request.token_ids) >= request.params.max_tokens:
+                self._finish(request, "length")
+                done.append(row)
+        return self._drop_rows(done)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        request.max_version = self.version
+        if request.min_version is None:
+            request.min_version = self.version
+        request._generator = None
+
+    def _drop_rows(self, rows: list[int]) -> list[Request]:
+        """Take rows (ascending) out of the batch; the last row moves into each gap."""
+        dropped = []
+        for row in reversed(rows):
+            last = len(self._running) - 1
+            dropped.append(self._running[row])
+            if row != last:
+                self._running[row] = self._running[last]
+                self._tokens[row] = self._tokens[last]
+                self._positions[row] = self._positions[last]
+            self._running.pop()
+            self._cache.remove(row)
+        if rows:
+            self._batch = None
+        dropped.reverse()
+        return dropped
+
+    def _fail_running(self, error: Exception) -> list[Request]:
+        failed = self._running
+        self._running = []
+        self._batch = None
+        self._cache.release()
+        for request in failed:
+            request.error = error
+        return failed

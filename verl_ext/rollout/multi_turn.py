@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multi-turn loop: the model answers, the task's verifier gives feedback, the model may revise.
+
+One :class:`AgentLoopOutput` is returned for each turn (a row), so a turn-level estimator sees every model call. Rows
+are token-in-token-out: the prompt of turn ``k + 1`` begins with the prompt and the response tokens of turn ``k``,
+unchanged. A trajectory is ragged: it ends at the first right answer.
+
+Options live at ``actor_rollout_ref.rollout.custom.multi_turn`` (see :class:`MultiTurnOptions`), for example
+``+actor_rollout_ref.rollout.custom.multi_turn.max_turns=3``. What belongs to the question (dataset, entry, parser)
+comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_task`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.utils.profiler import simple_timer
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
+
+from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
+
+logger = logging.getLogger(__name__)
+
+#: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
+AGENT_NAME = "verl_ext_multi_turn"
+OPTIONS_KEY = "actor_rollout_ref.rollout.custom.multi_turn"
+TURN_REWARDS = ("success", "improvement", "score")
+
+#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every row of it).
+STOP_SOLVED = "solved"
+STOP_MAX_TURNS = "max_turns"
+STOP_OVERLONG = "overlong_prompt"
+STOP_EMPTY = "empty_response"
+STOP_VERIFIER_ERROR = "verifier_error"
+STOP_VERIFIER_TIMEOUT = "verifier_timeout"
+
+
+@dataclass(frozen=True)
+class MultiTurnOptions:
+    """Options of the loop, at ``actor_rollout_ref.rollout.custom.multi_turn``.
+
+    Attributes:
+        max_turns: answers the model may give to one question, at least 1.
+        turn_reward: what one turn earns.
+            ``success``: 1 for the turn whose answer is right (which ends the trajectory), else 0. Undiscounted, the
+            turns of a trajectory sum to its success.
+            ``improvement``: the rise of the best verifier score so far. Undiscounted, the turns sum to the best score.
+            ``score``: the verifier's score of the turn. Right answers count 1, and an answer with partial credit earns
+            it each time it is given, so the sum can exceed 1.
+        success_threshold: verifier score in (0, 1] from which an answer is right.
+        verifier_timeout_s: seconds after which a verifier call counts as failed.
+        agent_id: the row field ``agent_id``.
+    """
+
+    max_turns: int = 3
+    turn_reward: str = "success"
+    success_threshold: float = 1.0
+    verifier_timeout_s: float = 30.0
+    agent_id: str = "solver"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_turns, bool) or not isinstance(self.max_turns, int) or self.max_turns < 1:
+            raise ValueError(f"{OPTIONS_KEY}.max_turns={self.max_turns!r}: expected an integer >= 1")
+        if self.turn_reward not in TURN_REWARDS:
+            raise ValueError(f"{OPTIONS_KEY}.turn_reward={self.turn_reward!r}: expected one of {list(TURN_REWARDS)}")
+        if not 0.0 < self.success_threshold <= 1.0:
+            raise ValueError(f"{OPTIONS_KEY}.success_threshold={self.success_threshold!r}: expected a number in (0, 1]")
+        if not (self.verifier_timeout_s > 0.0 and math.isfinite(self.verifier_timeout_s)):
+            raise ValueError(f"{OPTIONS_KEY}.verifier_timeout_s={self.verifier_timeout_s!r}: expected seconds > 0")
+
+    @classmethod
+    def from_rollout_config(cls, rollout_config: Any) -> MultiTurnOptions:
+        """Read the options from verl's rollout config (``actor_rollout_ref.rollout``).
+
+        Raises:
+            ValueError: unknown key or bad value; the message names the key and what is allowed.
+        """
+        custom = rollout_config.get("custom", None) or {}
+        section: Mapping[str, Any] = custom.get("multi_turn", None) or {}
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(section) - known)
+        if unknown:
+            raise ValueError(f"unknown key {OPTIONS_KEY}.{unknown[0]}; known keys: {sorted(known)}")
+        return cls(**dict(section))
+
+
+@dataclass
+class _Turn:
+    """One model call before it becomes a row."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_logprobs: list[float] | None
+    verdict: Verdict | None
+    anchor_obs: str
+    engine_fields: dict[str, Any]
+    metrics: AgentLoopMetrics
+
+
+def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
+    """The reward of each turn of one trajectory.
+
+    Args:
+        verdicts: the verdict of each turn in order; None where the verifier failed, which earns 0.
+        kind: a name of :data:`TURN_REWARDS` (see :class:`MultiTurnOptions`).
+
+    Returns:
+        One float a turn.
+    """
+    rewards, best = [], 0.0
+    for verdict in verdicts:
+        score = 0.0 if verdict is None else verdict.score
+        solved = verdict is not None and verdict.solved
+        if kind == "success":
+            rewards.append(float(solved))
+        elif kind == "score":
+            rewards.append(score)
+        else:
+            rewards.append(max(score - best, 0.0))
+        best = max(best, score)
+    return rewards
+
+
+@register(AGENT_NAME)
+class MultiTurnVerifierLoop(AgentLoopBase):
+    """Answer, feedback, revision, up to ``max_turns`` turns, one output a turn.
+
+    Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed),
+    ``agent_id`` (str), ``anchor_obs`` (str: the question and the latest feedback, without history), and for reading
+    ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the verifier's score).
+
+    ``reward_score`` of every row is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
+    rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
+    ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
+    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``verifier_error``.
+
+    Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
+    ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
+    ends the trajectory with what it has, ``stop_reason="overlong_prompt"``.
+    A verifier that raises, or takes too long, ends its own trajectory: that turn earns 0 and the error is recorded.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = MultiTurnOptions.from_rollout_config(self.rollout_config)
+        self.prompt_length = int(self.rollout_config.prompt_length)
+        self.response_length = int(self.rollout_config.response_length)
+
+    @rollout_trace_op
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
+        """Play one trajectory.
+
+        Args:
+            sampling_params: temperature and so on, passed to the engine.
+            priority: scheduling priority of the request.
+            **kwargs: the dataset row: ``raw_prompt`` (chat messages) and ``extra_info`` (the task).
+
+        Returns:
+            One output a turn, in order; never empty.
+
+        Raises:
+            ValueError: the first prompt is too long, or the row carries no task.
+            RuntimeError: the engine returned no token for the first turn.
+        """
+        messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]
+        task = ReasoningGymTask.from_extra_info(
+            kwargs.get("extra_info"), success_threshold=self.options.success_threshold
+        )
+        deterministic = bool(self.rollout_config.get("full_determinism", False))
+        # One id for the whole trajectory keeps its turns on one server, where the prefix is cached.
+        request_id = f"det-{int(priority)}-{kwargs.get('session_id', 0)}" if deterministic else uuid4().hex
+
+        prompt_ids: list[int] = await self.loop.run_in_executor(
+            None, self.continuous_token_builder.build_initial_tokens, messages
+        )
+        if len(prompt_ids) > self.prompt_length:
+            raise ValueError(
+                f"the prompt of row index={kwargs.get('index', '?')} has {len(prompt_ids)} tokens, more than "
+                f"rollout.prompt_length={self.prompt_length}: raise data.max_prompt_length or set "
+                "data.filter_overlong_prompts=True"
+            )
+
+        turns: list[_Turn] = []
+        anchor_obs = task.question
+        stop_reason, stop_detail = STOP_MAX_TURNS, ""
+        while True:
+            turn = await self._generate(request_id, prompt_ids, sampling_params, anchor_obs, int(priority))
+            if not turn.response_ids:
+                if not turns:
+                    raise RuntimeError(
+                        f"the rollout engine returned no token for row index={kwargs.get('index', '?')}; "
+                        "check rollout.response_length, max_model_len and the engine's log"
+                    )
+                stop_reason = STOP_EMPTY
+                break
+            turns.append(turn)
+
+            text = self.tokenizer.decode(turn.response_ids, skip_special_tokens=True)
+            timing: dict[str, float] = {}
+            try:
+                with simple_timer("compute_score", timing):
+                    turn.verdict = await asyncio.wait_for(
+                        self.loop.run_in_executor(None, task.judge, text), timeout=self.options.verifier_timeout_s
+                    )
+            except asyncio.TimeoutError:
+                stop_reason = STOP_VERIFIER_TIMEOUT
+                stop_detail = f"no verdict within {self.options.verifier_timeout_s} s on answer {text!r}"
+            except Exception as e:
+                stop_reason, stop_detail = STOP_VERIFIER_ERROR, f"{type(e).__name__}: {e}"
+            turn.metrics.compute_score = timing.get("compute_score", 0.0)
+            if turn.verdict is None:
+                logger.warning("verifier of %s failed (%s): %s", task.dataset, stop_reason, stop_detail)
+                break
+            if turn.verdict.solved:
+                stop_reason = STOP_SOLVED
+                break
+            if len(turns) >= self.options.max_turns:
+                break
+
+            previous = messages + [{"role": "assistant", "content": text}]
+            updated = previous + [{"role": "user", "content": turn.verdict.feedback}]
+            prompt_ids = await self.loop.run_in_executor(
+                None, self._continue_prompt, previous, updated, turn.prompt_ids + turn.response_ids
+            )
+            if len(prompt_ids) > self.prompt_length:
+                stop_reason = STOP_OVERLONG
+                stop_detail = f"{len(prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"
+                break
+            messages = updated
+            anchor_obs = f"{task.question}\n{turn.verdict.feedback}"
+
+        return self._rows(turns, stop_reason, stop_detail)
+
+    async def _generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        anchor_obs: str,
+        priority: int,
+    ) -> _Turn:
+        timing: dict[str, float] = {}
+        with simple_timer("generate_sequences", timing):
+            output = await self.server_manager.generate(
+                request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, priority=priority
+            )
+        response_ids = list(output.token_ids[: self.response_length])
+        logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
+        preempted = -1 if output.num_preempted is None else int(output.num_preempted)
+        return _Turn(
+            prompt_ids=list(prompt_ids),
+            response_ids=response_ids,
+            response_logprobs=logprobs,
+            verdict=None,
+            anchor_obs=anchor_obs,
+            engine_fields=dict(output.extra_fields),
+            metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"], num_preempted=preempted),
+        )
+
+    def _continue_prompt(
+        self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], token_ids: list[int]
+    ) -> list[int]:
+        """Tokens of the next prompt: the tokens so far, untouched, and those of the appended messages."""
+        builder = self.continuous_token_builder
+        if type(builder) is ContinuousTokenBuilder:
+            # The model-specific builders know how a turn ends; the default one only appends. Complete what the chat
+            # template writes after an answer (for ChatML: "<|im_end|>\n"), as far as the model has not written it.
+            token_ids = token_ids + self._missing_turn_end(token_ids)
+        return list(builder.merge_context_tokens(previous, updated, token_ids).token_ids)
+
+    def _missing_turn_end(self, token_ids: list[int]) -> list[int]:
+        end = _turn_end_ids(self.tokenizer, self.apply_chat_template_kwargs)
+        for have in range(len(end), 0, -1):
+            if token_ids[-have:] == end[:have]:
+                return end[have:]
+        return end
+
+    def _rows(self, turns: list[_Turn], stop_reason: str, stop_detail: str) -> list[AgentLoopOutput]:
+        verdicts = [turn.verdict for turn in turns]
+        rewards = turn_rewards(verdicts, self.options.turn_reward)
+        solved = [verdict is not None and verdict.solved for verdict in verdicts]
+        valid = [verdict is not None and verdict.parsed is not None for verdict in verdicts]
+        outcome = rewards[-1] if self.options.turn_reward == "score" else sum(rewards)
+        info = {
+            "acc": float(solved[-1]),
+            "first_turn_acc": float(solved[0]),
+            "turns": float(len(turns)),
+            "valid_share": sum(valid) / len(valid),
+            "overlong": float(stop_reason == STOP_OVERLONG),
+            "verifier_error": float(stop_reason in (STOP_VERIFIER_ERROR, STOP_VERIFIER_TIMEOUT)),
+        }
+        has_logprobs = all(turn.response_logprobs is not None for turn in turns)
+        rows = []
+        for index, turn in enumerate(turns):
+            verdict = turn.verdict
+            rows.append(
+                AgentLoopOutput(
+                    prompt_ids=turn.prompt_ids,
+                    response_ids=turn.response_ids,
+                    response_mask=[1] * len(turn.response_ids),
+                    # verl builds the columns from the keys of the first row, so all rows have them or none has.
+                    response_logprobs=turn.response_logprobs if has_logprobs else None,
+                    multi_modal_data={},
+                    reward_score=float(outcome),
+                    num_turns=2 * (index + 1),
+                    metrics=turn.metrics,
+                    extra_fields={
+                        **turn.engine_fields,
+                        "turn_reward": rewards[index],
+                        "turn_score": 0.0 if verdict is None else verdict.score,
+                        "is_action_valid": valid[index],
+                        "agent_id": self.options.agent_id,
+                        "anchor_obs": turn.anchor_obs,
+                        "stop_reason": stop_reason,
+                        "stop_detail": stop_detail,
+                        "turn_scores": [0.0 if v is None else v.score for v in verdicts],
+                        "tool_rewards": [],
+                        "reward_extra_info": dict(info),
+                    },
+                )
+            )
+        return rows
+
+
+def _turn_end_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Tokens that the chat template writes after an assistant's text; ``[]`` if they can't be told apart.
+
+    Cached on the tokenizer: a loop object lives for one trajectory only.
+    """
+    cached = getattr(tokenizer, "_verl_ext_turn_end_ids", None)
+    if cached is not None:
+        return list(cached)
+    mark = "answer"
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
+    kwargs = {k: v for k, v in dict(template_kwargs).items() if k not in ("tokenize", "return_dict", "return_tensors")}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **kwargs)
+    tail = text.rpartition(mark)[2]
+    end = list(tokenizer.encode(tail, add_special_tokens=False)) if tail else []
+    tokenizer._verl_ext_turn_end_ids = end
+    return list(end)

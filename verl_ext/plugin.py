@@ -127,34 +127,6 @@ def _extend_trainers(module: Any) -> None:
     trainer.extend_registry()
 
 
-def _register_engines(module: Any) -> None:
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from verl_ext.platform import engine
-
-        engine.register()
-
-
-def _wrap_process_group(module: Any) -> None:
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from verl_ext.platform import engine
-
-        engine.wrap_process_group()
-
-
-def _load_embedded_replica() -> Any:
-    from verl_ext.rollout.embedded.replica import EmbeddedReplica
-
-    return EmbeddedReplica
-
-
-def _register_replica(module: Any) -> None:
-    module.RolloutReplicaRegistry.register("embedded", _load_embedded_replica)
-
-
-def _register_rollout(module: Any) -> None:
-    module._ROLLOUT_REGISTRY.setdefault(("embedded", "async"), "verl_ext.rollout.embedded.replica.EmbeddedRollout")
-
-
 def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
@@ -166,10 +138,6 @@ AGENT_LOOPS = {"verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVeri
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.trainer.ppo.core_algos": ("registering the advantage estimators", _register_estimators),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
-    "verl.utils.distributed": ("preparing the CPU process group", _wrap_process_group),
-    "verl.workers.engine.fsdp.transformer_impl": ("registering the CPU engines", _register_engines),
-    "verl.workers.rollout.replica": ("registering the embedded rollout engine", _register_replica),
-    "verl.workers.rollout.base": ("registering the embedded rollout's weight sync", _register_rollout),
     "verl.experimental.agent_loop.agent_loop": ("registering the agent loops", _register_agent_loops),
     "hydra": ("making the recipes known to Hydra", _register_search_path),
 }
@@ -178,7 +146,9 @@ _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
 def _register_hooks() -> None:
     import wrapt
 
-    for module, (what, function) in _HOOKS.items():
+    from verl_ext.platform import hooks
+
+    for module, (what, function) in {**_HOOKS, **hooks.HOOKS}.items():
         wrapt.register_post_import_hook(_hook(what, function), module)
 
 

@@ -47,12 +47,32 @@ def check(config: Any) -> list[str]:
             f"{', '.join(used)} need verl's V1 trainer, which carries the row fields; trainer.use_v1 is false. "
             "Set trainer.use_v1=true (verl's default)."
         )
+    check_losses(config)
     warnings = []
     for name in used:
         warnings += ESTIMATORS[name].check(config)
     for warning in warnings:
         logger.warning(warning)
     return warnings
+
+
+def check_losses(config: Any) -> None:
+    """A policy has one loss: refuse two loss recipes, or a recipe whose loss is not the one in force.
+
+    Raises:
+        OptionError: names both losses.
+    """
+    asked = [str(name) for name, wanted in (select(config.get("verl_ext"), "losses") or {}).items() if wanted]
+    if len(asked) > 1:
+        raise OptionError(
+            f"the recipes {' and '.join(asked)} each set the policy loss; one update has one loss. Keep one of them."
+        )
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if asked and mode != asked[0]:
+        raise OptionError(
+            f"the recipe {asked[0]} sets the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
+            f"replaces it. Leave out the recipe {asked[0]} or that override."
+        )
 
 
 def check_trloo(config: Any) -> list[str]:

@@ -87,3 +87,130 @@ def turn_metrics(prefix: str, turn: np.ndarray, returns: np.ndarray, advantages:
         out[f"{prefix}/turn_{k}/advantage/mean"] = float(advantages[chosen].mean())
         out[f"{prefix}/turn_{k}/rows"] = float(chosen.sum())
     return out
+
+
+def level_metrics(prefix: str, levels: list[np.ndarray], rows: int) -> dict[str, float]:
+    """How far a hierarchy of groups can be used: share of rows with company, and a histogram of group sizes.
+
+    Args:
+        prefix: name of the estimator.
+        levels: group ids of the rows that have a group at level 1, 2, ...
+        rows: number of valid rows of the batch.
+
+    Returns:
+        ``<prefix>/level_<k>/usable_share`` (rows in a group of at least two, of all valid rows), its
+        ``group_size/mean``, and ``<prefix>/level_<k>/groups/{1,2_3,4_7,8_15,16_up}``, counts of groups by size.
+    """
+    out = {}
+    for k, group in enumerate(levels, start=1):
+        sizes = np.bincount(group)
+        sizes = sizes[sizes > 0]
+        name = f"{prefix}/level_{k}"
+        out[f"{name}/usable_share"] = float(sizes[sizes > 1].sum()) / rows if rows else 0.0
+        out[f"{name}/group_size/mean"] = float(sizes.mean()) if sizes.size else 0.0
+        for low, high in ((1, 1), (2, 3), (4, 7), (8, 15), (16, None)):
+            chosen = (sizes >= low) & (sizes <= high if high is not None else True)
+            label = "1" if high == 1 else f"{low}_{'up' if high is None else high}"
+            out[f"{name}/groups/{label}"] = float(chosen.sum())
+    return out
+
+
+def effective_sample_size(weights: np.ndarray) -> float:
+    """Kish's effective number of samples, (sum w)^2 / sum w^2, of non-negative weights; 0 if all are 0."""
+    squares = float(np.square(weights).sum())
+    return float(weights.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def learning_signal(
+    columns: Mapping[str, Any], advantages: torch.Tensor, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """How many rows carry the update, and which agent owns how much of it.
+
+    The gradient energy of a row is taken as the sum over its model tokens of the squared advantage: the squared norm
+    of its gradient up to the (unknown) squared norm of each token's score function. It needs no backward pass.
+
+    Args:
+        columns: row fields; ``agent_id`` [B] object if there are agents.
+        advantages: [B, T] float.
+        response_mask: [B, T] 0/1.
+
+    Returns:
+        ``advantage/effective_rows`` (Kish, of the rows' energies), ``advantage/zero_row_share``, and for up to 32
+        agents ``agent/<id>/{rows,reward/mean,reward/std,gradient_energy_share}`` beside ``trajectory/reward``.
+    """
+    valid = np.asarray(columns["valid_row"], dtype=bool)
+    if not valid.any():
+        return {}
+    masked = torch.where(response_mask.bool(), advantages, 0.0)
+    energy = masked.square().sum(-1, dtype=torch.float64).numpy()[valid]
+    out = {
+        "advantage/effective_rows": effective_sample_size(energy),
+        "advantage/zero_row_share": float((energy == 0).mean()),
+    }
+    if "agent_id" in columns:
+        names, member = np.unique(np.asarray(columns["agent_id"])[valid].astype(str), return_inverse=True)
+        total = float(energy.sum())
+        reward = np.asarray(columns["turn_reward"], dtype=np.float64)[valid] if "turn_reward" in columns else None
+        for k, name in enumerate(names[:32]):
+            own = member == k
+            out[f"agent/{name}/rows"] = float(own.sum())
+            out[f"agent/{name}/gradient_energy_share"] = float(energy[own].sum()) / total if total > 0 else 0.0
+            if reward is not None:
+                out[f"agent/{name}/reward/mean"] = float(reward[own].mean())
+                out[f"agent/{name}/reward/std"] = float(reward[own].std())
+    return out
+
+
+def path_energy(
+    old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, response_mask: torch.Tensor, weights: Any = None
+) -> np.ndarray:
+    """Gradient energy of each row's whole path, sum over its tokens of (1 - 2 pi + sum pi^2) w^2, [B] float64.
+
+    Args:
+        old_log_probs, sum_pi_squared: [B, T] float.
+        response_mask: [B, T] 0/1.
+        weights: [B, T] importance weights, or None.
+    """
+    energy = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
+    if weights is not None:
+        energy = energy * weights.square()
+    return torch.where(response_mask.bool(), energy, 0.0).clamp(min=0.0).sum(-1, dtype=torch.float64).numpy()
+
+
+def baseline_metrics(
+    prefix: str,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    energy: np.ndarray,
+    group: np.ndarray,
+) -> dict[str, float]:
+    """What a token baseline takes off, and on how many samples it rests.
+
+    Args:
+        prefix: name of the estimator.
+        advantages, returns: [B, T] float; the baseline is their difference.
+        response_mask: [B, T] 0/1.
+        energy: [V] float64, gradient energy of each valid row's whole path.
+        group: [V] int64 group of each valid row.
+
+    Returns:
+        ``<prefix>/baseline/{mean,std}`` over model tokens, ``<prefix>/advantage_over_return_energy`` (sum of squares
+        after over before; below 1 the baseline reduces the second moment) and ``<prefix>/effective_samples`` (Kish, of
+        the energies in a group, mean over groups).
+    """
+    chosen = response_mask.bool()
+    if not bool(chosen.any()):
+        return {}
+    after, before = advantages[chosen].double(), returns[chosen].double()
+    baseline = before - after
+    raw = float(before.square().sum())
+    sums = np.bincount(group, weights=energy)
+    squares = np.bincount(group, weights=np.square(energy))
+    used = squares > 0
+    return {
+        f"{prefix}/baseline/mean": float(baseline.mean()),
+        f"{prefix}/baseline/std": float(baseline.std(unbiased=False)),
+        f"{prefix}/advantage_over_return_energy": float(after.square().sum()) / raw if raw > 0 else 0.0,
+        f"{prefix}/effective_samples": float((np.square(sums[used]) / squares[used]).mean()) if used.any() else 0.0,
+    }

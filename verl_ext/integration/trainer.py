@@ -25,7 +25,7 @@ import torch
 
 from verl_ext.integration import checks, columns, wraps
 from verl_ext.integration.estimators import ESTIMATORS
-from verl_ext.integration.metrics import trajectory_metrics
+from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.metrics_file import keep_earlier_metrics
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import select
@@ -64,6 +64,7 @@ class VerlExtTrainer:
             checks.check(config)
             names = component_names(config.algorithm)
             self._needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
+        self._variance_batch: Any = None
         super().__init__(config)  # type: ignore[call-arg]
 
     @inert
@@ -112,7 +113,11 @@ class VerlExtTrainer:
                     data = original(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **kwargs)
                 checks.check_advantages(data.batch["advantages"], batch_keys, str(adv_estimator))
                 active.metrics.update(trajectory_metrics(active.columns))
+                active.metrics.update(
+                    learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"])
+                )
                 self._after_advantage(active, data, batch_keys)
+                self._variance_batch = self._for_variance_proxy(active, data)
                 return data
 
             return compute
@@ -120,6 +125,16 @@ class VerlExtTrainer:
         with wraps.replaced(wraps.ADVANTAGE, make):
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         metrics.update(active.metrics)
+        return batch
+
+    @inert
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        if self._variance_batch is not None:
+            from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
+
+            metrics.update(compute_variance_proxy_metrics(self._variance_batch, metrics.get("actor/grad_norm")))
+            self._variance_batch = None
         return batch
 
     def _active_batch(self, batch: Any) -> columns.ActiveBatch:
@@ -157,6 +172,14 @@ class VerlExtTrainer:
             "rollout/missing_trajectories": max(expected - present, 0),
             "rollout/rows": len(real),
         }
+
+    def _for_variance_proxy(self, active: columns.ActiveBatch, data: Any) -> Any:
+        """The real rows with what verl's variance-proxy metrics read, or None without sum_pi_squared."""
+        if "sum_pi_squared" not in active.columns:
+            return None
+        rows = data.select_idxs(np.asarray(active.columns["valid_row"], dtype=bool))
+        rows.batch["sum_pi_squared"] = active.columns["sum_pi_squared"][torch.as_tensor(active.columns["valid_row"])]
+        return rows
 
     def _after_advantage(self, active: columns.ActiveBatch, data: Any, batch_keys: list[str]) -> None:
         """Write one line a row (who, which turn, reward, advantage) if ``verl_ext.rows_dir`` is set."""

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of verl's real trainer for the end-to-end tests: a model and data made here, a command, what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """An untrained Llama of 100k parameters with a byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator([], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Path:
+    """Single-turn prompts whose reward is the share of digits in the answer (see `REWARD`)."""
+    import pandas
+
+    records = [
+        {
+            "prompt": [{"role": "user", "content": f"say {i}"}],
+            "data_source": "toy",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": i},
+            **({"agent_name": agent_loop} if agent_loop else {}),
+        }
+        for i in range(rows)
+    ]
+    path = folder / f"{agent_loop or 'plain'}.parquet"
+    pandas.DataFrame(records).to_parquet(path)
+    return path
+
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return sum(c.isdigit() for c in solution_str) / 10
+'''
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    code: int
+    seconds: float
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        merged: dict[int, dict[str, Any]] = {}
+        path = self.folder / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            record = json.loads(line)
+            merged.setdefault(record["step"], {}).update(record["data"])
+        return merged
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+
+    def check(self) -> Run:
+        assert self.code == 0, self.log[-6000:]
+        return self
+
+
+@dataclass
+class Lab:
+    """Starts runs in a folder of their own, with the settings that every test shares."""
+
+    model: Path
+    data: Path
+    reward: Path
+    root: Path
+
+    def command(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *([f"+recipe={recipe}"] if recipe else []),
+            f"data.train_files={self.data}",
+            f"data.val_files={self.data}",
+            f"actor_rollout_ref.model.path={self.model}",
+            f"reward.custom_reward_function.path={self.reward}",
+            "reward.custom_reward_function.name=compute_score",
+            "data.train_batch_size=4",
+            "data.max_prompt_length=64",
+            "data.max_response_length=8",
+            "data.seed=1",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "trainer.total_training_steps=2",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+            f"trainer.default_local_dir={folder / 'checkpoints'}",
+            f"hydra.run.dir={folder / 'hydra'}",
+            *([f"+verl_ext.rows_dir={folder / 'rows'}"] if recipe else []),
+            *overrides,
+        ]
+
+    def run(
+        self,
+        name: str,
+        recipe: str = "[trloo,cpu]",
+        overrides: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        kill_when: Callable[[Path], bool] | None = None,
+        kill_with: int = signal.SIGKILL,
+        timeout: float = 300,
+    ) -> Run:
+        """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
+
+        A run that outlives `timeout` seconds is killed and fails the test.
+        """
+        folder = self.root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        variables = {
+            **os.environ,
+            "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+            **(environment or {}),
+        }
+        started = time.monotonic()
+        with (folder / "log.txt").open("ab") as log:
+            child = subprocess.Popen(
+                self.command(folder, recipe, overrides), env=variables, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+            )
+            try:
+                while child.poll() is None:
+                    time.sleep(0.1)
+                    if kill_when is not None and kill_when(folder):
+                        child.send_signal(kill_with)
+                        kill_when = None
+                    if time.monotonic() - started > timeout:
+                        child.kill()
+                        raise AssertionError(f"{name} did not end in {timeout} s:\n{(folder / 'log.txt').read_text()[-6000:]}")
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+        return Run(folder, child.returncode, time.monotonic() - started)
+
+
+def ray_processes() -> list[str]:
+    """Command lines of Ray's processes on this machine."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if state != "Z" and ("raylet" in line or "gcs_server" in line or line.startswith("ray::")):
+                found.append(line)
+    return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    """Whether `condition` comes to hold within `seconds`."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True

@@ -127,6 +127,15 @@ def _extend_trainers(module: Any) -> None:
     trainer.extend_registry()
 
 
+def _float32_sum_pi_squared(module: Any) -> None:
+    """In a run of ours the engine's sum of squared probabilities is computed in float32."""
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration import wraps
+        from verl_ext.methods.vocabulary import sum_pi_squared
+
+        wraps.replace(wraps.SUM_PI_SQUARED, lambda original: sum_pi_squared)
+
+
 def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
@@ -138,6 +147,7 @@ AGENT_LOOPS = {"verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVeri
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.trainer.ppo.core_algos": ("registering the advantage estimators", _register_estimators),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
+    "verl.workers.engine.fsdp": ("computing sum_pi_squared in float32", _float32_sum_pi_squared),
     "verl.experimental.agent_loop.agent_loop": ("registering the agent loops", _register_agent_loops),
     "hydra": ("making the recipes known to Hydra", _register_search_path),
 }

@@ -140,7 +140,7 @@ class Lab:
             "trainer.test_freq=-1",
             f"trainer.default_local_dir={folder / 'checkpoints'}",
             f"hydra.run.dir={folder / 'hydra'}",
-            *([f"+verl_ext.rows_dir={folder / 'rows'}"] if recipe else []),
+            *([f"verl_ext.rows_dir={folder / 'rows'}"] if recipe else []),
             *overrides,
         ]
 

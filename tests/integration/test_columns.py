@@ -48,6 +48,8 @@ def test_a_field_that_some_rows_lack_is_missing_and_the_row_is_named() -> None:
 def test_no_extra_fields_at_all() -> None:
     found, missing = columns.row_fields(["u_0_0"], [{}], None)
     assert found["valid_row"].tolist() == [True]
+    found, _ = columns.row_fields(["u_0_0"], [{}], [{"valid_row": None, "is_action_valid": None}])
+    assert found["valid_row"].tolist() == found["is_action_valid"].tolist() == [True]
     assert set(missing) == {"agent_id", "anchor_obs", "turn_reward"}
 
 

@@ -139,12 +139,12 @@ def test_agent_metrics_split_the_gradient_energy() -> None:
     fields = {
         "valid_row": np.array([True, True, False]),
         "agent_id": np.array(["a", "b", "a"], dtype=object),
-        "turn_reward": np.array([2.0, 4.0, 100.0]),
+        "score": np.array([2.0, 4.0, 100.0]),
     }
     out = metrics.learning_signal(fields, advantages, mask)
     assert out["agent/a/gradient_energy_share"] == pytest.approx(9 / 11)
     assert out["agent/b/gradient_energy_share"] == pytest.approx(2 / 11)
-    assert out["agent/a/rows"] == 1 and out["agent/b/reward/mean"] == 4
+    assert out["agent/a/rows"] == 1 and out["agent/b/score/mean"] == 4
     assert out["advantage/effective_rows"] == pytest.approx(121 / 85)
 
 
@@ -153,12 +153,15 @@ def test_trajectory_metrics_count_each_trajectory_once() -> None:
         "valid_row": np.array([True, True, True, False]),
         "traj_uid": np.array(["u_0", "u_0", "u_1", "u_1"], dtype=object),
         "turn_reward": np.array([1.0, 2.0, 5.0, 100.0]),
+        "score": np.array([3.0, 3.0, 5.0, 5.0]),
         "is_action_valid": np.array([True, False, True, True]),
     }
     out = metrics.trajectory_metrics(fields)
     assert out["trajectory/reward/mean"] == 4.0 and out["trajectory/reward/max"] == 5.0
     assert out["trajectory/turns/mean"] == 1.5
     assert out["rollout/valid_action_share"] == pytest.approx(2 / 3)
+    del fields["turn_reward"]
+    assert metrics.trajectory_metrics(fields)["trajectory/reward/mean"] == 4.0
 
 
 def test_level_metrics() -> None:

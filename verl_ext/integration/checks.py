@@ -48,12 +48,49 @@ def check(config: Any) -> list[str]:
             "Set trainer.use_v1=true (verl's default)."
         )
     check_losses(config)
-    warnings = []
+    warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config)]
     for name in used:
-        warnings += ESTIMATORS[name].check(config)
+        ESTIMATORS[name].check(config)
     for warning in warnings:
         logger.warning(warning)
     return warnings
+
+
+def _alone(config: Any, names: list[str]) -> list[str]:
+    """A group baseline needs company."""
+    if not names or int(config.actor_rollout_ref.rollout.n) > 1:
+        return []
+    what = "leave-one-out baseline" if "trloo" in names else "group baseline"
+    return [
+        f"actor_rollout_ref.rollout.n=1: no {what} can be formed between samples of a prompt, so {', '.join(names)} "
+        "mostly give the raw return (REINFORCE without a baseline) or nothing. Set actor_rollout_ref.rollout.n to 2 "
+        "or more."
+    ]
+
+
+DISCOUNTED = ("trloo", "hgpo", "gigpo")
+
+
+def _gamma(config: Any, names: list[str]) -> list[str]:
+    """One key for all: recipes that publish different discounts share the last one's."""
+    shared = [name for name in names if name in DISCOUNTED]
+    if len(shared) < 2 or "trloo" not in shared:
+        return []
+    return [
+        f"{' and '.join(shared)} share algorithm.gamma={config.algorithm.gamma}, though they were published with "
+        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides."
+    ]
+
+
+def _loss_only(config: Any) -> list[str]:
+    """A loss recipe leaves the estimator to the user, and verl's default needs a critic."""
+    losses = [name for name, wanted in (select(config.get("verl_ext"), "losses") or {}).items() if wanted]
+    if not losses or component_names(config.algorithm) != ["gae"]:
+        return []
+    return [
+        f"the recipe {losses[0]} sets only the policy loss; the advantage estimator is verl's default, gae, with a "
+        f"critic. Name an estimator beside it, for example +recipe=[grpo,{losses[0]}]."
+    ]
 
 
 def check_losses(config: Any) -> None:
@@ -75,21 +112,7 @@ def check_losses(config: Any) -> None:
         )
 
 
-def check_trloo(config: Any) -> list[str]:
-    """A leave-one-out baseline needs company."""
-    from verl_ext.integration.options import TrlooOptions
-
-    options = read(config.algorithm, "trloo", TrlooOptions)
-    if int(config.actor_rollout_ref.rollout.n) > 1:
-        return []
-    what = "leave-one-out baseline" if options.baseline == "leave_one_out" else "group mean"
-    return [
-        f"actor_rollout_ref.rollout.n=1: no {what} can be formed, so every advantage is the raw return "
-        "(REINFORCE without a baseline). Set actor_rollout_ref.rollout.n to 2 or more."
-    ]
-
-
-def check_otb(config: Any) -> list[str]:
+def check_otb(config: Any) -> None:
     """OTB needs the sum of squared probabilities from a pass over the old policy's logits."""
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode", False):
@@ -107,7 +130,6 @@ def check_otb(config: Any) -> list[str]:
             f"otb needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
             "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2 or megatron."
         )
-    return []
 
 
 def check_rewards(columns: Mapping[str, Any], token_level_rewards: torch.Tensor, keys: Sequence[str]) -> None:

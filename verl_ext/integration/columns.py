@@ -73,7 +73,10 @@ def row_fields(
         "traj_uid": _objects([traj for _, traj, _ in split]),
         "turn_index": np.array([index for _, _, index in split], dtype=np.int64),
     }
-    rows = [row if isinstance(row, Mapping) else {} for row in (extra_fields or [{}] * size)]
+    rows = [{} if row is None else row for row in (extra_fields or [{}] * size)]
+    for key, row in zip(keys, rows, strict=True):
+        if not isinstance(row, Mapping):
+            raise TypeError(f"extra_fields of row {key} is a {type(row).__name__}; an agent loop returns a dict")
     missing: dict[str, str] = {}
     for name in FROM_EXTRA_FIELDS:
         lacking = [i for i in range(size) if row_lacks(rows[i], name) and not padding[i]]
@@ -84,7 +87,7 @@ def row_fields(
         else:
             columns[name] = _objects([rows[i].get(name) for i in range(size)])
     for name in ("is_action_valid", "valid_row"):
-        columns[name] = np.array([bool(row.get(name, True)) for row in rows], dtype=bool)
+        columns[name] = np.array([True if row_lacks(row, name) else bool(row[name]) for row in rows], dtype=bool)
     columns["valid_row"] &= ~padding
     if "turn_reward" in columns:
         columns["turn_reward"] = np.array(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_ext.integration import checks, columns, metrics, options
@@ -25,7 +26,7 @@ from verl_ext.methods import hgpo as hgpo_method
 from verl_ext.methods import otb as otb_method
 from verl_ext.methods import trloo as trloo_method
 from verl_ext.methods.groups import joint_ids
-from verl_ext.methods.returns import turn_returns
+from verl_ext.methods.returns import regressed_turns, turn_returns
 from verl_ext.methods.rows import Rows
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -39,13 +40,13 @@ class Estimator:
         function: what verl calls.
         options: dataclass of ``algorithm.<name>.*``.
         columns: token columns that the training engine must deliver with the old log-probabilities.
-        check: looks at the whole config before the run; returns warnings or raises OptionError.
+        check: looks at the whole config before the run; raises OptionError.
     """
 
     function: Callable[..., Result]
     options: type
     columns: tuple[str, ...] = ()
-    check: Callable[[Any], list[str]] = lambda config: []
+    check: Callable[[Any], None] = lambda config: None
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -56,7 +57,7 @@ def estimator(
     options_type: type,
     requires: tuple[str, ...] = (),
     engine_columns: tuple[str, ...] = (),
-    check: Callable[[Any], list[str]] = lambda config: [],
+    check: Callable[[Any], None] = lambda config: None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Declare a registered estimator; arguments that were not given are taken from the active batch.
 
@@ -82,7 +83,9 @@ def estimator(
                 for field in requires:
                     if kwargs.get(field) is None:
                         raise columns.demand(field, name)
-                kwargs.setdefault("row_fields", batch.columns)
+                # For `group_by`. Token columns are no group keys, and passing them on would copy them.
+                fields = {key: value for key, value in batch.columns.items() if key not in columns.TOKEN_COLUMNS}
+                kwargs.setdefault("row_fields", fields)
             return function(*args, **kwargs)
 
         ESTIMATORS[name] = Estimator(call, options_type, engine_columns, check)
@@ -98,7 +101,7 @@ def _report(values: dict[str, float]) -> None:
         batch.metrics.update(values)
 
 
-@estimator("trloo", options.TrlooOptions, requires=("turn_reward",), check=checks.check_trloo)
+@estimator("trloo", options.TrlooOptions, requires=("turn_reward",))
 def trloo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -146,10 +149,14 @@ def trloo(
     if columns.current() is not None:
         rows = Rows(len(response_mask), index=index, row_fields=row_fields, **fields)
         trajectory, turn = rows.turns()
-        returns = turn_returns(rows.floats("turn_reward"), trajectory, turn, gamma=gamma)
+        rewards = rows.floats("turn_reward")
+        sample = np.ones(len(rewards), dtype=bool)
+        if chosen.mask_regressions:
+            sample = ~regressed_turns(rewards, trajectory, turn)
+        returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=sample)
         advantage = metrics.row_advantages(result[0], response_mask)[rows.kept]
-        _report(metrics.group_metrics("trloo", rows.keys(chosen.group_by)))
-        _report(metrics.turn_metrics("trloo", turn, returns, advantage))
+        _report(metrics.group_metrics("trloo", rows.keys(chosen.group_by)[sample]))
+        _report(metrics.turn_metrics("trloo", turn[sample], returns[sample], advantage[sample]))
     return result
 
 
@@ -348,11 +355,8 @@ def gigpo(
     )
     if columns.current() is not None:
         rows = Rows(len(response_mask), index=index, row_fields=row_fields, **fields)
-        group = rows.keys(chosen.group_by)
-        step = joint_ids(group, rows.ids("anchor_obs"))
-        if chosen.enable_similarity:
-            step = gigpo_method.similarity_clusters(rows.column("anchor_obs"), group, chosen.similarity_thresh)
-        _report(metrics.group_metrics("gigpo", step))
+        # Groups of equal observations; clustering by similarity is quadratic and is not done a second time for this.
+        _report(metrics.group_metrics("gigpo", joint_ids(rows.keys(chosen.group_by), rows.ids("anchor_obs"))))
     return result
 
 

@@ -20,10 +20,12 @@ def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     Here every trajectory counts once, with the undiscounted sum of its turns' rewards.
 
     Args:
-        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``turn_reward`` [B] float64 if known.
+        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on all
+            rows of a trajectory), ``turn_reward`` [B] float64 if known.
 
     Returns:
-        ``trajectory/turns/{mean,max}`` and, with rewards, ``trajectory/reward/{mean,std,min,max}``.
+        ``trajectory/turns/{mean,max}`` and ``trajectory/reward/{mean,std,min,max}``: sums of the turns' rewards, or the
+        scores where rewards of turns are not known.
     """
     valid = np.asarray(columns["valid_row"], dtype=bool)
     if not valid.any():
@@ -31,10 +33,12 @@ def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     _, member = np.unique(np.asarray(columns["traj_uid"])[valid].astype(str), return_inverse=True)
     turns = np.bincount(member)
     out = {"trajectory/turns/mean": float(turns.mean()), "trajectory/turns/max": float(turns.max())}
-    if "turn_reward" in columns:
-        rewards = np.bincount(member, weights=np.asarray(columns["turn_reward"], dtype=np.float64)[valid])
-        for statistic in ("mean", "std", "min", "max"):
-            out[f"trajectory/reward/{statistic}"] = float(getattr(np, statistic)(rewards))
+    reward = np.asarray(columns.get("turn_reward", columns["score"]), dtype=np.float64)[valid]
+    rewards = np.bincount(member, weights=reward)
+    if "turn_reward" not in columns:
+        rewards = rewards / turns
+    for statistic in ("mean", "std", "min", "max"):
+        out[f"trajectory/reward/{statistic}"] = float(getattr(np, statistic)(rewards))
     if "is_action_valid" in columns:
         out["rollout/valid_action_share"] = float(np.asarray(columns["is_action_valid"], dtype=bool)[valid].mean())
     return out
@@ -130,13 +134,14 @@ def learning_signal(
     of its gradient up to the (unknown) squared norm of each token's score function. It needs no backward pass.
 
     Args:
-        columns: row fields; ``agent_id`` [B] object if there are agents.
+        columns: row fields; ``score`` [B] float64; ``agent_id`` [B] object if there are agents.
         advantages: [B, T] float.
         response_mask: [B, T] 0/1.
 
     Returns:
         ``advantage/effective_rows`` (Kish, of the rows' energies), ``advantage/zero_row_share``, and for up to 32
-        agents ``agent/<id>/{rows,reward/mean,reward/std,gradient_energy_share}`` beside ``trajectory/reward``.
+        agents ``agent/<id>/{rows,score/mean,score/std,gradient_energy_share}`` beside ``rollout/score/{mean,std}`` over
+        all rows (the score is what Dr. MAS and GRPO normalise).
     """
     valid = np.asarray(columns["valid_row"], dtype=bool)
     if not valid.any():
@@ -150,14 +155,14 @@ def learning_signal(
     if "agent_id" in columns:
         names, member = np.unique(np.asarray(columns["agent_id"])[valid].astype(str), return_inverse=True)
         total = float(energy.sum())
-        reward = np.asarray(columns["turn_reward"], dtype=np.float64)[valid] if "turn_reward" in columns else None
+        score = np.asarray(columns["score"], dtype=np.float64)[valid]
+        out["rollout/score/mean"], out["rollout/score/std"] = float(score.mean()), float(score.std())
         for k, name in enumerate(names[:32]):
             own = member == k
             out[f"agent/{name}/rows"] = float(own.sum())
             out[f"agent/{name}/gradient_energy_share"] = float(energy[own].sum()) / total if total > 0 else 0.0
-            if reward is not None:
-                out[f"agent/{name}/reward/mean"] = float(reward[own].mean())
-                out[f"agent/{name}/reward/std"] = float(reward[own].std())
+            out[f"agent/{name}/score/mean"] = float(score[own].mean())
+            out[f"agent/{name}/score/std"] = float(score[own].std())
     return out
 
 

@@ -140,7 +140,7 @@ class VerlExtTrainer:
     def _active_batch(self, batch: Any) -> columns.ActiveBatch:
         """Row fields of the batch from its keys, tags and the agent loops' extra fields."""
         extra = _fetch(batch, ["extra_fields"]).get("extra_fields")
-        found, missing = columns.row_fields(batch.keys, batch.tags, None if extra is None else list(extra))
+        found, missing = columns.row_fields(batch.keys, batch.tags, None if extra is None else _dicts(extra))
         active = columns.ActiveBatch(columns=found, missing=missing)
         if "sum_pi_squared" in self._needs:
             from verl.workers.utils.padding import response_from_nested
@@ -196,6 +196,12 @@ def _padding(tag: Mapping[str, Any]) -> bool:
     return bool(tag.get("is_padding", False))
 
 
+def _dicts(column: Any) -> list[Any]:
+    """The entries of an object column; tensordict keeps them in a stack of wrappers or in a plain list."""
+    entries = column.tolist() if hasattr(column, "tolist") else list(column)
+    return [entry if isinstance(entry, Mapping) else getattr(entry, "data", entry) for entry in entries]
+
+
 def _fetch(batch: Any, fields: list[str]) -> Any:
     import transfer_queue as tq
 
@@ -214,6 +220,7 @@ def _complete(active: columns.ActiveBatch, data: Any) -> None:
     scores = data.batch["token_level_scores"].double().sum(-1)
     rewards = data.batch["token_level_rewards"].double().sum(-1)
     valid = active.columns["valid_row"]
+    active.columns["score"] = rewards.numpy()
     if "turn_reward" not in active.columns:
         if columns.one_row_each(active.columns["traj_uid"], valid):
             active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)

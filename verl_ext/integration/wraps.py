@@ -123,3 +123,10 @@ OFFLOAD_POLICY = Target(
     written_for="verl 0.9.1, workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
     reason="forward-only models ask for pinned memory, which needs an accelerator",
 )
+SUM_PI_SQUARED = Target(
+    module="verl.utils.torch_functional",
+    name="calculate_sum_pi_squared_from_logits",
+    parameters=("logits",),
+    written_for="verl 0.9.1, utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",
+    reason="it works in the dtype of the logits; from bfloat16 the result is wrong by up to a half",
+)

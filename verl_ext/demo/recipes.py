@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prepared models and tasks are made of: plain numbers, part of the name under which they are cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Raise it when the code changes what a recipe produces, so that cached results of older code are not used.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class WarmupRecipe:
+    """The demo's task, model and supervised warm-up.
+
+    Attributes:
+        dataset, config: reasoning-gym's dataset and its configuration (without ``seed`` and ``size``).
+        train_size, val_size: rows of the parquet files. No validation question is seen in training or warm-up.
+        hidden_size, layers, heads: of the transformer.
+        init_std: of the initial weights; a model as narrow as this learns faster with more than the usual 0.02.
+        max_turns: answers a conversation, here and in the multi-turn loop.
+        batch_size: questions a step; half as many in the second phase, where they are conversations.
+        matrix_learning_rate: of Muon, for the matrices of the layers.
+        learning_rate: of AdamW, for the rest.
+        skill_steps: most steps of the first phase, right answers to single questions.
+        skill_target: measured share of right greedy answers that ends it.
+        dialogue_steps: least steps of the second phase, conversations with wrong answers and revisions.
+        max_dialogue_steps: most steps of it.
+        right_share: share of right answers in those conversations, in each turn.
+        success_range: measured first-turn success (sampled at temperature 1) in which the warm-up may end.
+        eval_size: questions of a measurement.
+        eval_every: steps between two measurements.
+    """
+
+    dataset: str = "chain_sum"
+    config: dict[str, Any] = field(
+        default_factory=lambda: {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    )
+    train_size: int = 2048
+    val_size: int = 128
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 2
+    init_std: float = 0.05
+    max_turns: int = 3
+    batch_size: int = 192
+    matrix_learning_rate: float = 0.05
+    learning_rate: float = 1e-2
+    skill_steps: int = 220
+    skill_target: float = 0.9
+    dialogue_steps: int = 40
+    max_dialogue_steps: int = 160
+    right_share: float = 0.45
+    success_range: tuple[float, float] = (0.2, 0.5)
+    eval_size: int = 256
+    eval_every: int = 20
+
+
+@dataclass(frozen=True)
+class SmolLM2Recipe:
+    """SmolLM2's task.
+
+    Attributes:
+        dataset, config: reasoning-gym's dataset and its configuration (without ``seed`` and ``size``).
+        parser: how an answer is read; see :data:`verl_ext.rollout.reasoning_gym_task.PARSERS`.
+        train_size, val_size: rows of the parquet files.
+    """
+
+    dataset: str = "products"
+    config: dict[str, Any] = field(
+        default_factory=lambda: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    )
+    parser: str = "last_number"
+    train_size: int = 512
+    val_size: int = 64

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mathematics of the methods: pure functions of torch tensors and numpy columns.
+
+Nothing here knows verl, Ray or a config object, so every function can be called from a notebook or a test. Each
+method has a module of its own over the shared parts `groups` (group keys and float64 segment statistics), `returns`
+(discounted turn returns, token reward-to-go) and `rows` (input checks, row scores, broadcasting).
+"""

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a batch: input checks, row fields, row scores and broadcasting to tokens.
+
+One row is one model call. `Rows` holds the columns of the valid rows (rows with `valid_row` False are no samples: they
+enter no statistic and get advantage 0) and turns a column into floats, booleans, integers or group ids, with an error
+that names the field, the row and the remedy when the column cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_ext.methods.groups import Column, joint_ids, to_numpy, value_ids
+
+#: Elements of a block of rows that is worked on at once, so that float64 copies stay in the cache.
+BLOCK_ELEMENTS = 1 << 18
+
+
+class RowFieldError(ValueError):
+    """A row field that a method needs is missing, has the wrong length, or holds a value that cannot be used."""
+
+
+def check_tokens(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> tuple[int, int]:
+    """Check that both are [B, T] tensors and return (B, T)."""
+    if token_level_rewards.ndim != 2:
+        raise ValueError(f"token_level_rewards must be [B, T], got shape {tuple(token_level_rewards.shape)}")
+    if response_mask.shape != token_level_rewards.shape:
+        raise ValueError(
+            f"response_mask has shape {tuple(response_mask.shape)}, "
+            f"token_level_rewards has shape {tuple(token_level_rewards.shape)}; they must be equal"
+        )
+    return int(token_level_rewards.shape[0]), int(token_level_rewards.shape[1])
+
+
+def check_token_field(name: str, field: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Check that a token field has the shape of response_mask and return it."""
+    if field is None:
+        raise RowFieldError(f"{name} is required, a tensor of shape {tuple(response_mask.shape)}")
+    if field.shape != response_mask.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(field.shape)}, response_mask has shape {tuple(response_mask.shape)}; "
+            "they must be equal"
+        )
+    return field
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless low <= value <= high."""
+    if not low <= value <= high:
+        bound = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
+        raise ValueError(f"{name}={value!r} must be {bound}")
+
+
+def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
+    """Row score S_i: the sum of a row's token rewards over the whole row, [B] float64.
+
+    The mask plays no part: a rejected row has an all-zero mask and keeps its score. The sum is taken in float64 over
+    blocks of rows, so no float64 copy of the whole tensor is made.
+    """
+    rewards = token_level_rewards.detach()
+    batch, length = rewards.shape
+    scores = torch.zeros(batch, dtype=torch.float64, device=rewards.device)
+    step = max(1, BLOCK_ELEMENTS // max(1, length))
+    for start in range(0, batch, step):
+        scores[start : start + step] = rewards[start : start + step].to(torch.float64).sum(dim=-1)
+    return scores.cpu().numpy()
+
+
+def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
+    """Token tensor `row_values[i] * response_mask[i, t]`, [B, T] float32, on the mask's device.
+
+    Args:
+        row_values: [B] float64.
+        response_mask: [B, T] of 0 and 1, any dtype.
+
+    Raises:
+        ValueError: a value does not fit into float32.
+    """
+    if row_values.size and not float(np.abs(row_values).max()) <= np.finfo(np.float32).max:
+        row = int(np.argmax(~(np.abs(row_values) <= np.finfo(np.float32).max)))
+        raise ValueError(f"the advantage {row_values[row]!r} of row {row} does not fit into float32; scale the rewards")
+    column = torch.from_numpy(row_values).to(device=response_mask.device, dtype=torch.float32).unsqueeze(-1)
+    return response_mask.detach().to(torch.float32, copy=True).mul_(column)
+
+
+class Rows:
+    """The columns of a batch, restricted to its valid rows.
+
+    Args:
+        batch: number of rows B.
+        valid_row: [B] bool or None (all True). Rows with False are no samples.
+        row_fields: further columns by name, for `group_by`.
+        **fields: the named columns; None means that the column was not given.
+
+    Attributes:
+        batch: B.
+        kept: [V] positions of the valid rows.
+
+    Raises:
+        RowFieldError: a column has the wrong length or `valid_row` is not boolean.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        *,
+        valid_row: Column | None = None,
+        row_fields: Mapping[str, Column] | None = None,
+        **fields: Column | None,
+    ):
+        self.batch = batch
+        self.kept = np.arange(batch)
+        self._columns: dict[str, Any] = {}
+        self._ids: dict[str, np.ndarray] = {}
+        for name, column in {**(row_fields or {}), **{k: v for k, v in fields.items() if v is not None}}.items():
+            self._columns[name] = self._check(name, column)
+        if valid_row is not None:
+            self._columns["valid_row"] = self._check("valid_row", valid_row)
+            self.kept = np.flatnonzero(self.bools("valid_row"))
+            if len(self.kept) < batch:
+                self._columns = {name: self._take(column) for name, column in self._columns.items()}
+
+    def _check(self, name: str, column: Any) -> Any:
+        if isinstance(column, torch.Tensor):
+            column = to_numpy(column)
+        elif not isinstance(column, np.ndarray):
+            column = list(column)
+        entries = column.shape[0] if isinstance(column, np.ndarray) and column.ndim else len(column)
+        if entries != self.batch:
+            raise RowFieldError(f"row field '{name}' has {entries} entries for a batch of {self.batch} rows")
+        return column
+
+    def _take(self, column: Any) -> Any:
+        return column[self.kept] if isinstance(column, np.ndarray) else [column[i] for i in self.kept]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def column(self, name: str) -> Any:
+        """The column of the valid rows, or RowFieldError when it was not given."""
+        if name not in self._columns:
+            raise RowFieldError(
+                f"row field '{name}' is required and missing; pass {name}=<one entry a row>, or have the agent loop "
+                f"return it in AgentLoopOutput.extra_fields['{name}']. Present: {', '.join(sorted(self._columns))}"
+            )
+        return self._columns[name]
+
+    def _numbers(self, name: str, dtype: type, kinds: str, what: str) -> np.ndarray:
+        column = self.column(name)
+        array = column if isinstance(column, np.ndarray) else np.array(column, dtype=object)
+        if array.dtype == object:
+            for i, value in enumerate(array.reshape(-1) if array.ndim <= 1 else array):
+                if not isinstance(value, (bool, int, float, np.generic)) and getattr(value, "ndim", None) != 0:
+                    raise RowFieldError(f"row field '{name}' must be {what}, got {value!r} in {self.where(i)}")
+            array = np.array([value.item() if hasattr(value, "item") else value for value in array])
+        if array.ndim == 2 and array.shape[1] == 1:
+            array = array[:, 0]
+        if array.size == 0:
+            return np.zeros(len(self.kept) if array.ndim == 1 else 0, dtype=dtype)
+        if array.ndim != 1 or array.dtype.kind not in kinds:
+            raise RowFieldError(f"row field '{name}' must be {what}, got dtype {array.dtype}, shape {array.shape}")
+        return array.astype(dtype)
+
+    def floats(self, name: str) -> np.ndarray:
+        """A column of finite numbers, [V] float64; ValueError names the first row that holds NaN or infinity."""
+        return self.check_finite(name, self._numbers(name, np.float64, "biuf", "a number a row"))
+
+    def bools(self, name: str) -> np.ndarray:
+        """A column of booleans (or 0 and 1), [V] bool."""
+        values = self._numbers(name, np.float64, "biuf", "True or False a row")
+        wrong = (values != 0) & (values != 1)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise RowFieldError(f"row field '{name}' must be True or False, got {values[row]} in {self.where(row)}")
+        return values.astype(bool)
+
+    def ints(self, name: str) -> np.ndarray:
+        """A column of whole numbers, [V] int64."""
+        values = self._numbers(name, np.float64, "biuf", "a whole number a row")
+        if (values != np.round(values)).any():
+            row = int(np.argmax(values != np.round(values)))
+            raise RowFieldError(f"row field '{name}' must be a whole number, got {values[row]} in {self.where(row)}")
+        return values.astype(np.int64)
+
+    def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
+        """Row scores S_i of the valid rows, [V] float64; ValueError names the first row that holds NaN or infinity."""
+        return self.check_finite("token_level_rewards", row_scores(token_level_rewards)[self.kept])
+
+    def check_finite(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return `values` ([V], one a valid row), or raise ValueError that names the first row that is not finite."""
+        finite = np.isfinite(values)
+        if not finite.all():
+            row = int(np.argmin(finite))
+            raise ValueError(f"{name} is {values[row]} in {self.where(row)}; rewards must be finite numbers")
+        return values
+
+    def ids(self, name: str) -> np.ndarray:
+        """Group ids by value of a column, [V] int64; RowFieldError names the field when an entry cannot be compared."""
+        if name not in self._ids:
+            try:
+                self._ids[name] = value_ids(self.column(name))
+            except RowFieldError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
+        return self._ids[name]
+
+    def keys(self, group_by: Sequence[str]) -> np.ndarray:
+        """Joint group ids of the row fields in `group_by`, [V] int64.
+
+        Raises:
+            ValueError: `group_by` is a string or does not contain `index`: samples of two prompts must never mix.
+            RowFieldError: a field of it is missing.
+        """
+        if isinstance(group_by, str) or "index" not in group_by:
+            raise ValueError(f"group_by={group_by!r} must be a list of row fields that contains 'index'")
+        return joint_ids(*(self.ids(name) for name in group_by))
+
+    def trajectories(self) -> np.ndarray:
+        """Trajectory ids, [V] int64, keyed by (index, traj_uid): padding rows may carry another prompt's traj_uid."""
+        return joint_ids(self.ids("index"), self.ids("traj_uid"))
+
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Trajectory ids and turn indices, each [V] int64.
+
+        Single-turn data, with neither `traj_uid` nor `turn_index`, is read as one trajectory of one turn a row.
+
+        Raises:
+            RowFieldError: only one of the two is there, or a trajectory has two valid rows with the same turn_index.
+        """
+        if "traj_uid" not in self and "turn_index" not in self:
+            self._columns["traj_uid"] = np.arange(len(self.kept))
+            self._columns["turn_index"] = np.zeros(len(self.kept), dtype=np.int64)
+            return np.arange(len(self.kept)), self.ints("turn_index")
+        trajectory, turn = self.trajectories(), self.ints("turn_index")
+        order = np.lexsort((turn, trajectory))
+        again = (np.diff(trajectory[order]) == 0) & (np.diff(turn[order]) == 0)
+        if again.any():
+            raise RowFieldError(
+                f"row field 'turn_index' repeats in {self.where(int(order[1:][again][0]))}; number the rows of a "
+                "trajectory chronologically, all agents counted, and mark copies with valid_row False"
+            )
+        return trajectory, turn
+
+    def where(self, row: int) -> str:
+        """Words for the row at position `row` of the valid rows: its batch position, uid, trajectory and turn."""
+        words = [f"row {int(self.kept[row])}"]
+        labels = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
+        words += [f"{label} {self._columns[name][row]}" for name, label in labels.items() if name in self]
+        return f"{words[0]} ({', '.join(words[1:])})" if len(words) > 1 else words[0]
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Put the values of the valid rows back into a batch of zeros, [B] float64."""
+        batch = np.zeros(self.batch, dtype=np.float64)
+        batch[self.kept] = values
+        return batch
+
+
+def invalid_actions(rows: Rows, penalty: float) -> np.ndarray:
+    """The penalty of each valid row, [V] float64: `penalty` where `is_action_valid` is False, else 0.
+
+    Without the column no action counts as invalid.
+    """
+    check_range("invalid_action_penalty_coef", penalty, 0.0)
+    if penalty == 0 or "is_action_valid" not in rows:
+        return np.zeros(len(rows.kept))
+    return penalty * (~rows.bools("is_action_valid")).astype(np.float64)

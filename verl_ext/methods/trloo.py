@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRLOO: turn-level REINFORCE leave-one-out (Dr. Kernel, arXiv 2602.05885).
+
+R_i = turn reward                                     G_i = R_i + gamma^gap * G_next(i)
+group(i) = valid rows of the same prompt and turn     N = |group(i)|
+A_i = N/(N-1) * (G_i - mean of the group) = G_i - mean of the others          N > 1
+A_i = G_i                                                                     N = 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from verl_ext.methods.groups import Column, Segments
+from verl_ext.methods.returns import regressed_turns, turn_returns
+from verl_ext.methods.rows import Rows, broadcast_rows, check_choice, check_tokens
+
+#: Added to the variance when advantages are whitened over the batch.
+WHITEN_EPSILON = 1e-8
+
+
+def trloo_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Column,
+    *,
+    traj_uid: Column | None = None,
+    turn_index: Column | None = None,
+    turn_reward: Column | None = None,
+    valid_row: Column | None = None,
+    gamma: float = 1.0,
+    baseline: str = "leave_one_out",
+    batch_std: bool = False,
+    mask_regressions: bool = False,
+    group_by: Sequence[str] = ("index", "turn_index"),
+    row_fields: Mapping[str, Column] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn-level leave-one-out advantages.
+
+    Rejected rows (all-zero mask, valid_row True) stay in N and in the mean, which keeps the baseline unbiased; rows
+    with valid_row False do not, their reward counts 0 in earlier returns and they get advantage 0. Single-turn data
+    gives neither traj_uid nor turn_index: every row is a trajectory of one turn.
+
+    Args:
+        token_level_rewards: [B, T] float. The row score, its sum, is the row's reward when turn_reward is None.
+        response_mask: [B, T] of 0 and 1.
+        index: [B] prompt uid.
+        traj_uid: [B] trajectory id.
+        turn_index: [B] chronological turn of the row in its trajectory.
+        turn_reward: [B] reward of the row alone.
+        valid_row: [B] bool; None means all True.
+        gamma: discount a turn, in [0, 1]; 1.0 published.
+        baseline: "leave_one_out", or "mean" for the self-inclusive turn mean without std (a group of one keeps A = G).
+        batch_std: whiten the row advantages over the valid rows of the batch afterwards (unbiased variance + 1e-8).
+        mask_regressions: treat a turn with reward <= 0 after an earlier positive one as valid_row False (released
+            option mask_void_turn; biased, off by default).
+        group_by: row fields that make a group.
+        row_fields: further columns for group_by.
+
+    Returns:
+        (advantages, returns): the same [B, T] float32 tensor twice.
+
+    Raises:
+        RowFieldError: a needed column is missing or cannot be used.
+        ValueError: a shape, an option or a reward (NaN, infinity) is wrong; names the value and its place.
+
+    Source: arXiv 2602.05885; hkust-nlp/KernelGYM, drkernel/kernel/kernel_trainer.py.
+    """
+    check_choice("baseline", baseline, ("leave_one_out", "mean"))
+    batch, _ = check_tokens(token_level_rewards, response_mask)
+    rows = Rows(
+        batch,
+        valid_row=valid_row,
+        row_fields=row_fields,
+        index=index,
+        traj_uid=traj_uid,
+        turn_index=turn_index,
+        turn_reward=turn_reward,
+    )
+    trajectory, turn = rows.turns()
+    rewards = rows.floats("turn_reward") if turn_reward is not None else rows.scores(token_level_rewards)
+    sample = np.ones(rewards.size, dtype=bool)
+    if mask_regressions:
+        sample = ~regressed_turns(rewards, trajectory, turn)
+    returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=sample)
+
+    groups = Segments(rows.keys(group_by)[sample])
+    advantage = np.zeros_like(returns)
+    if baseline == "leave_one_out":
+        advantage[sample] = groups.leave_one_out(returns[sample])
+    else:
+        advantage[sample] = groups.centre(returns[sample])
+    if batch_std:
+        advantage[sample] = _whiten(advantage[sample])
+    tokens = broadcast_rows(rows.spread(advantage), response_mask)
+    return tokens, tokens
+
+
+def _whiten(values: np.ndarray) -> np.ndarray:
+    """(x - mean) / sqrt(unbiased variance + 1e-8) over all values; fewer than two values stay as they are."""
+    if values.size < 2:
+        return values
+    whole = Segments(np.zeros(values.size, dtype=np.int64))
+    deviation = whole.deviation(values)
+    return deviation / np.sqrt(whole.std(deviation, ddof=1) ** 2 + WHITEN_EPSILON)

@@ -116,9 +116,10 @@ def _register_search_path(hydra: Any) -> None:
 
 
 def _register_estimators(module: Any) -> None:
-    from verl_ext.integration import estimators
+    from verl_ext.integration import estimators, losses
 
     estimators.register()
+    losses.register()
 
 
 def _extend_trainers(module: Any) -> None:
@@ -145,7 +146,7 @@ AGENT_LOOPS = {"verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVeri
 """Agent loops by the name that the data column ``agent_name`` or ``rollout.agent.default_agent_loop`` uses."""
 
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "verl.trainer.ppo.core_algos": ("registering the advantage estimators", _register_estimators),
+    "verl.trainer.ppo.core_algos": ("registering the estimators and losses", _register_estimators),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
     "verl.workers.engine.fsdp": ("computing sum_pi_squared in float32", _float32_sum_pi_squared),
     "verl.experimental.agent_loop.agent_loop": ("registering the agent loops", _register_agent_loops),

@@ -61,6 +61,50 @@ def test_bad_settings_are_named(override: str, message: str) -> None:
         checks.check(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", override))
 
 
+def test_two_losses_are_refused_by_name() -> None:
+    with pytest.raises(OptionError, match="recipes kpo and gspo each set the policy loss"):
+        checks.check(config("+recipe=[grpo,kpo,gspo]", "actor_rollout_ref.rollout.n=4"))
+    with pytest.raises(OptionError, match=r"recipe kpo sets the policy loss, but .*loss_mode=vanilla replaces it"):
+        checks.check(config("+recipe=[grpo,kpo]", "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"))
+
+
+def test_loss_recipe_alone_and_shared_discount_are_warned_about() -> None:
+    (warning,) = checks.check(config("+recipe=kpo", "actor_rollout_ref.rollout.n=4"))
+    assert "sets only the policy loss" in warning and "+recipe=[grpo,kpo]" in warning
+    (warning,) = checks.check(config("+recipe=[trloo,hgpo]", "actor_rollout_ref.rollout.n=4"))
+    assert "share algorithm.gamma=0.95" in warning
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode=true skips that pass"),
+        ("actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
+        ("actor_rollout_ref.actor.strategy=veomni", "verl's 'veomni' engine does not compute it"),
+    ],
+)
+def test_otb_is_refused_where_its_input_cannot_be_had(override: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config("+recipe=otb", "actor_rollout_ref.rollout.n=4", override))
+
+
+def test_recipes_mix_by_union() -> None:
+    cfg = config("+recipe=[dr_mas,otb,kpo]", "actor_rollout_ref.rollout.n=4")
+    assert cfg.algorithm.mix == {"dr_mas": 1.0, "otb": 1.0} and cfg.algorithm.adv_estimator == "mix"
+    assert cfg.actor_rollout_ref.actor.policy_loss.loss_mode == "kpo"
+    assert checks.check(cfg) == []
+
+
+@pytest.mark.parametrize("name", ["trloo", "dr_mas", "hgpo", "gigpo", "grpo", "rloo"])
+def test_an_estimator_recipe_touches_the_algorithm_only(name: str) -> None:
+    """Without `cpu`, rollout, engine and trainer stay verl's own: on a GPU they are untouched."""
+    stock, ours = config(), config(f"+recipe={name}")
+    for key in stock:
+        if key != "algorithm":
+            assert ours[key] == stock[key], key
+    assert set(ours) - set(stock) == {"verl_ext"}
+
+
 def test_one_rollout_a_prompt_is_warned_about() -> None:
     (warning,) = checks.check(config("+recipe=trloo"))
     assert "rollout.n=1" in warning and "REINFORCE without a baseline" in warning and "2 or more" in warning
@@ -87,8 +131,8 @@ def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.
 def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_ext import plugin
 
-    monkeypatch.setitem(plugin._failures, "registering the advantage estimators", "ImportError: torn")
-    with pytest.raises(SystemExit, match="only partly loaded.*registering the advantage estimators: ImportError: torn"):
+    monkeypatch.setitem(plugin._failures, "registering the estimators and losses", "ImportError: torn")
+    with pytest.raises(SystemExit, match="only partly loaded.*registering the estimators and losses: ImportError: torn"):
         launch.LaunchCallback().on_run_start(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4"))
 
 

@@ -54,7 +54,9 @@ ROW_FIELDS = (
 TOKEN_FIELDS = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-examples = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+examples = functools.partial(
+    settings, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 RELATIVE = {"rtol": 1e-5, "atol": 1e-5}
 
 

@@ -220,7 +220,7 @@ def wrong_answer(truth: int, rng: random.Random, low: int | None, high: int | No
     """
     for _ in range(16):
         distance = 1
-        while rng.random() < 0.8:
+        while rng.random() < float(__import__("os").environ.get("GEO","0.6")):
             distance += 1
         value = truth + (distance if rng.random() < 0.5 else -distance)
         if (low is None or value > low) and (high is None or value < high):
@@ -243,7 +243,7 @@ def conversation(
     for turn in range(max_turns):
         value = truth if rng.random() < right_share else wrong_answer(truth, rng, low, high)
         answer = codec.answer(str(value))
-        ids, mask = [*ids, *answer], [*mask, *[int(value == truth)] * len(answer)]
+        ids, mask = [*ids, *answer], [*mask, *[1] * len(answer)]
         if value == truth or turn == max_turns - 1:
             break
         if value < truth:
@@ -323,22 +323,31 @@ def warm_up(
             if greedy >= recipe.skill_target:
                 break
 
+    low, high = recipe.success_range
     success = Success(0.0, 0.0, 0.0)
-    for dialogue_steps in range(1, recipe.dialogue_steps + 1):
-        loss = step(0.1 * (1 - dialogue_steps / (recipe.dialogue_steps + 1)), recipe.batch_size // 2, recipe.right_share, recipe.max_turns)
-    import time; t0=time.time()
-    for kind in (None, seed):
-        success = measure(model, codec, probe, recipe.max_turns, kind); tell(f"  after conversations: {loss:.3f} {success}")
-    final = model.model.norm.weight
-    original = final.detach().clone()
-    lo, hi = 0.05, 1.0
-    for _ in range(7):
-        mid = (lo * hi) ** 0.5
-        with torch.no_grad(): final.copy_(original * mid)
-        success = measure(model, codec, probe, recipe.max_turns, seed); tell(f"  flatten {mid:.3f} {success} {time.time()-t0:.1f}")
-        if success.first_turn < 0.38: lo = mid
-        else: hi = mid
-    return {"first": success.first_turn}
+    for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
+        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, dialogue_steps / recipe.dialogue_steps)))
+        loss = step(float(__import__("os").environ.get("FLOOR","0.02"))+float(__import__("os").environ.get("SC","0.1")) * decay, recipe.batch_size // 2, recipe.right_share, recipe.max_turns)
+        if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
+            success = measure(model, codec, probe, recipe.max_turns, seed)
+            tell(
+                f"  warm-up, conversations: step {dialogue_steps}, loss {loss:.3f}, success {success.first_turn:.2f} in "
+                f"the first turn, {success.any_turn:.2f} within {recipe.max_turns}, valid answers {success.valid:.2f}"
+            )
+            if low <= success.first_turn <= high and success.valid >= 0.97:
+                greedy = measure(model, codec, probe, 1, None).first_turn
+                return {
+                    "first_turn_success": round(success.first_turn, 4),
+                    "success": round(success.any_turn, 4),
+                    "valid_answers": round(success.valid, 4),
+                    "greedy_first_turn_success": round(greedy, 4),
+                    "steps": skill_steps + dialogue_steps,
+                }
+    raise RuntimeError(
+        f"the warm-up ended with a first-turn success of {success.first_turn:.2f} and {success.valid:.2f} valid answers "
+        f"after {recipe.max_dialogue_steps} steps of conversations; wanted {low} to {high} and 0.97. Another seed, or "
+        "more skill_steps in the recipe, may reach it."
+    )
 
 
 def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) -> dict[str, Any]:
@@ -357,7 +366,7 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
     write_task(
         folder / "data", recipe.dataset, recipe.config, train_size=recipe.train_size, val_size=recipe.val_size, seed=seed
     )
-    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=False)
+    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=None)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)

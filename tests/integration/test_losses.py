@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss `kpo` under verl's arguments: configuration, aggregation, metrics, warning."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import verl.trainer.ppo.core_algos as core_algos
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPActorConfig
+from verl_ext.integration import losses
+from verl_ext.integration.config import KPOPolicyLossConfig
+from verl_ext.methods.kpo import kpo_loss_terms
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def actor(**options: Any) -> FSDPActorConfig:
+    config = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=2,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4,
+        policy_loss=KPOPolicyLossConfig(loss_mode="kpo", **options),
+    )
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=20, global_batch_size=6, loss_scale_factor=None)
+    return config
+
+
+def tensors(rows: int = 4, length: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(length) < torch.tensor([12, 7, 0, 3])[:, None]
+    return {
+        "old_log_prob": -torch.rand(rows, length, generator=generator),
+        "log_prob": -torch.rand(rows, length, generator=generator),
+        "advantages": torch.randn(rows, length, generator=generator),
+        "response_mask": mask,
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_is_the_terms_under_verls_aggregation(mode: str, weighted: bool) -> None:
+    data = tensors()
+    weights = torch.rand(4, 12) if weighted else None
+    data["log_prob"].requires_grad_()
+    config = actor(kalman_q=1e-2)
+    loss, metrics = core_algos.get_policy_loss_fn("kpo")(
+        **data, loss_agg_mode=mode, config=config, rollout_is_weights=weights
+    )
+    terms, _ = kpo_loss_terms(**data, q=1e-2, rollout_is_weights=weights)
+    expected = core_algos.agg_loss(terms, data["response_mask"], mode, **config.global_batch_info)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    assert torch.isfinite(data["log_prob"].grad).all() and data["log_prob"].grad[2].abs().sum() == 0
+    assert metrics["actor/kpo/response_length_mean"] == pytest.approx(22 / 3)
+    assert 0 <= metrics["actor/pg_clipfrac"] <= 1
+    assert metrics["actor/kpo/filtered_log_ratio_std"] < metrics["actor/kpo/log_ratio_std"]
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_first_update_of_a_batch_is_the_policy_gradient() -> None:
+    """Before any update the ratio is 1 everywhere: the loss is -A and nothing is clipped."""
+    data = tensors()
+    data["log_prob"] = data["old_log_prob"].clone().requires_grad_()
+    loss, metrics = losses.kpo(**data, loss_agg_mode="token-sum", config=actor())
+    assert loss.item() == pytest.approx(-data["advantages"][data["response_mask"]].sum().item(), rel=1e-5)
+    loss.backward()
+    assert torch.allclose(data["log_prob"].grad, -data["advantages"] * data["response_mask"], atol=1e-6)
+    assert metrics["actor/pg_clipfrac"] == 0
+
+
+def test_options_come_through_verls_own_config_machinery() -> None:
+    node = OmegaConf.create({"_target_": "verl_ext.integration.config.KPOPolicyLossConfig", "loss_mode": "kpo"})
+    options = omega_conf_to_dataclass(node)
+    assert options.kalman_q == 1e-6 and options.rollout_correction is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kalman_q": 0.0}, r"policy_loss\.kalman_q is 0\.0; give a number greater than 0"),
+        ({"kalman_q": 1e-9}, r"kalman_q/kalman_r is 1e-09; the filter is defined for ratios from 1e-8 to 1"),
+        ({"kalman_r": float("nan")}, r"kalman_r is nan"),
+        ({"is_clip": 1}, r"is_clip is 1; give true or false"),
+        ({"mask_mode": "jump"}, r"mask_mode is 'jump'; choose one of zero_observation, skip"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KPOPolicyLossConfig(loss_mode="kpo", **options)
+
+
+def test_loss_without_its_options_says_what_to_do() -> None:
+    from verl.workers.config import PolicyLossConfig
+
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig())
+    with pytest.raises(ValueError, match=r"Use \+recipe=kpo"):
+        losses.kpo(**tensors(), config=config)
+
+
+def test_short_responses_are_warned_about_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_warned", False)
+    with caplog.at_level(logging.WARNING, logger=losses.__name__):
+        for _ in range(2):
+            losses.kpo(**tensors(), config=actor(kalman_q=1e-6))
+    (record,) = caplog.records
+    assert "7 tokens on average" in record.getMessage() and "time constant is 1000" in record.getMessage()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registered policy losses: `verl_ext.methods` under verl's names, arguments and config keys."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from verl_ext.methods.kpo import kpo_loss_terms, steady_state_gain, time_constant
+
+logger = logging.getLogger(__name__)
+
+SHORT = 0.5
+"""Responses shorter than this many time constants of the filter are warned about."""
+
+_warned = False
+
+
+def kpo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Policy loss with a causal Kalman filter over the log ratio (arXiv 2602.10609), ``loss_mode: kpo``.
+
+    Args:
+        old_log_prob, log_prob, advantages: [B, T] float.
+        response_mask: [B, T] bool or 0/1, model tokens.
+        loss_agg_mode: verl's aggregation mode.
+        config: verl's ActorConfig; its ``policy_loss`` is a `verl_ext.integration.config.KPOPolicyLossConfig`.
+        rollout_is_weights: [B, T] detached importance weights, or None.
+
+    Returns:
+        The aggregated loss, a scalar with gradient, and metrics.
+
+    Raises:
+        ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``kpo``.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    options = getattr(config, "policy_loss", None)
+    if not hasattr(options, "kalman_q"):
+        raise ValueError(
+            "loss_mode=kpo needs actor_rollout_ref.actor.policy_loss._target_="
+            "verl_ext.integration.config.KPOPolicyLossConfig, which carries its options. Use +recipe=kpo."
+        )
+    low = config.clip_ratio_low if config.clip_ratio_low is not None else config.clip_ratio
+    high = config.clip_ratio_high if config.clip_ratio_high is not None else config.clip_ratio
+    loss_mat, stats = kpo_loss_terms(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        q=options.kalman_q,
+        r=options.kalman_r,
+        is_clip=options.is_clip,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        max_log_ratio=options.max_log_ratio,
+        mask_mode=options.mask_mode,
+        rollout_is_weights=rollout_is_weights,
+    )
+    loss = agg_loss(
+        loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+    )
+    return loss, _metrics(stats, options.kalman_q / options.kalman_r)
+
+
+def _metrics(stats: dict[str, Any], q: float) -> dict[str, float]:
+    """verl's own names where it has them, the filter's under ``actor/kpo``; one transfer from the device."""
+    names = [name for name, value in stats.items() if isinstance(value, torch.Tensor)]
+    values = dict(zip(names, torch.stack([stats[name].double() for name in names]).tolist(), strict=True))
+    _warn_if_short(values["mean_response_length"], q)
+    return {
+        "actor/ppo_kl": -values["log_ratio_mean"],
+        "actor/pg_clipfrac": values["clip_fraction"],
+        "actor/pg_clipfrac_lower": 0.0,  # no dual clip here
+        "actor/kpo/clip_fraction_low": values["clip_fraction_low"],
+        "actor/kpo/clip_fraction_high": values["clip_fraction_high"],
+        "actor/kpo/log_ratio_std": values["log_ratio_std"],
+        "actor/kpo/log_ratio_abs_max": values["log_ratio_abs_max"],
+        "actor/kpo/filtered_log_ratio_std": values["filtered_log_ratio_std"],
+        "actor/kpo/filtered_log_ratio_abs_max": values["filtered_log_ratio_abs_max"],
+        "actor/kpo/max_log_ratio_fraction": values["max_log_ratio_fraction"],
+        "actor/kpo/response_length_mean": values["mean_response_length"],
+        "actor/kpo/time_constant_tokens": time_constant(q),
+        "actor/kpo/steady_state_gain": steady_state_gain(q),
+    }
+
+
+def _warn_if_short(mean_response_length: float, q: float) -> None:
+    """Once a process: a filter that remembers longer than a response lasts hardly follows the ratio at all."""
+    global _warned
+    constant = time_constant(q)
+    if not _warned and 0 < mean_response_length < SHORT * constant:
+        _warned = True
+        logger.warning(
+            "kpo: the responses have %.0f tokens on average, but the filter's time constant is %.0f tokens at "
+            "kalman_q/kalman_r=%g, so the filtered ratio stays near 1. A kalman_q of about %.1e would follow a change "
+            "within half a response.",
+            mean_response_length,
+            constant,
+            q,
+            min(1.0, 4.0 / mean_response_length**2),
+        )
+
+
+def register() -> None:
+    """Register the losses with verl. verl overwrites silently, so a name taken by another function is refused.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    taken = POLICY_LOSS_REGISTRY.get("kpo")
+    if taken is not None and taken is not kpo:
+        raise ValueError(f"the policy loss 'kpo' is registered already, by {taken.__module__}")
+    register_policy_loss("kpo")(kpo)

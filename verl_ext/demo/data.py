@@ -49,7 +49,7 @@ def generate(dataset: str, config: Mapping[str, Any], count: int, *, seed: int, 
         if len(entries) == count:
             return entries
         entry = source[index]
-        if True:
+        if is_held_out(entry["question"]) == held_out:
             entries.append(entry)
     if len(entries) == count:
         return entries

@@ -211,27 +211,24 @@ def measure(
     return Success(first / len(tasks), solved / len(tasks), valid / answers)
 
 
-def wrong_answer(truth: int, rng: random.Random, low: int | None, high: int | None) -> int:
-    """A wrong answer, the likelier the nearer to the truth, within what the feedback so far allows.
+def slip(expression: str, rng: random.Random, slip_share: float) -> int:
+    """Evaluate a sum, taking each plus for a minus and each minus for a plus with probability ``slip_share``.
 
     Args:
-        low: answers up to this one were called too low; None: none was.
-        high: answers from this one on were called too high; None: none was.
+        expression: numbers and signs separated by blanks, e.g. ``"3 + 4 - 5"``.
     """
-    for _ in range(16):
-        distance = 1
-        while rng.random() < float(__import__("os").environ.get("GEO","0.6")):
-            distance += 1
-        value = truth + (distance if rng.random() < 0.5 else -distance)
-        if (low is None or value > low) and (high is None or value < high):
-            return value
-    return truth + 1 if high is None or truth + 1 < high else truth - 1
+    words = expression.split()
+    value = int(words[0])
+    for sign, number in zip(words[1::2], words[2::2], strict=True):
+        plus = (sign == "+") != (rng.random() < slip_share)
+        value += int(number) if plus else -int(number)
+    return value
 
 
 def conversation(
-    task: ReasoningGymTask, codec: Codec, rng: random.Random, *, right_share: float, max_turns: int
+    task: ReasoningGymTask, codec: Codec, rng: random.Random, *, slip_share: float, max_turns: int
 ) -> tuple[list[int], list[int]]:
-    """One conversation to imitate: answers right with ``right_share``, feedback by the task's verifier, revisions.
+    """One conversation to imitate: answers that mix up signs, feedback by the task's verifier, revisions that heed it.
 
     Returns:
         Token ids, and 1 for the tokens of the answers, 0 elsewhere.
@@ -239,17 +236,19 @@ def conversation(
     truth = int(task.entry["answer"])
     ids = codec.user(task.question)
     mask = [0] * len(ids)
-    low = high = None
+    low, high = -math.inf, math.inf  # what the feedback so far leaves open
     for turn in range(max_turns):
-        value = truth if rng.random() < right_share else wrong_answer(truth, rng, low, high)
+        value = truth
+        for _ in range(8):
+            tried = slip(task.entry["metadata"]["expression"], rng, slip_share)
+            if low < tried < high:
+                value = tried
+                break
         answer = codec.answer(str(value))
         ids, mask = [*ids, *answer], [*mask, *[1] * len(answer)]
         if value == truth or turn == max_turns - 1:
             break
-        if value < truth:
-            low = value if low is None else max(low, value)
-        else:
-            high = value if high is None else min(high, value)
+        low, high = (max(low, value), high) if value < truth else (low, min(high, value))
         feedback = codec.feedback(task.judge(str(value)).feedback)
         ids, mask = [*ids, *feedback], [*mask, *[0] * len(feedback)]
     return ids, mask
@@ -297,9 +296,9 @@ def warm_up(
         ),
     ]
 
-    def step(scale: float, batch_size: int, right_share: float, max_turns: int) -> float:
+    def step(scale: float, batch_size: int, slip_share: float, max_turns: int) -> float:
         batch = [
-            conversation(task, codec, rng, right_share=right_share, max_turns=max_turns)
+            conversation(task, codec, rng, slip_share=slip_share, max_turns=max_turns)
             for task in rng.choices(tasks, k=batch_size)
         ]
         loss = _loss(model, batch, codec.pad_id)
@@ -316,7 +315,7 @@ def warm_up(
     greedy = 0.0
     for skill_steps in range(1, recipe.skill_steps + 1):
         decay = 0.5 * (1 + math.cos(math.pi * skill_steps / recipe.skill_steps))
-        loss = step(min(1.0, skill_steps / 10) * (0.1 + 0.9 * decay), recipe.batch_size, 1.0, 1)
+        loss = step(min(1.0, skill_steps / 10) * (0.1 + 0.9 * decay), recipe.batch_size, 0.0, 1)
         if skill_steps % recipe.eval_every == 0:
             greedy = measure(model, codec, probe, 1, None).first_turn
             tell(f"  warm-up, right answers: step {skill_steps}, loss {loss:.3f}, greedy success {greedy:.2f}")
@@ -327,7 +326,7 @@ def warm_up(
     success = Success(0.0, 0.0, 0.0)
     for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, dialogue_steps / recipe.dialogue_steps)))
-        loss = step(float(__import__("os").environ.get("FLOOR","0.02"))+float(__import__("os").environ.get("SC","0.1")) * decay, recipe.batch_size // 2, recipe.right_share, recipe.max_turns)
+        loss = step(float(__import__("os").environ.get("FLOOR","0.02"))+float(__import__("os").environ.get("SC","0.2")) * decay, recipe.batch_size // 2, recipe.slip_share, recipe.max_turns)
         if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(
@@ -366,7 +365,7 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
     write_task(
         folder / "data", recipe.dataset, recipe.config, train_size=recipe.train_size, val_size=recipe.val_size, seed=seed
     )
-    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=None)
+    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=False)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)

@@ -51,7 +51,7 @@ class WarmupRecipe:
     skill_target: float = 0.9
     dialogue_steps: int = 40
     max_dialogue_steps: int = 160
-    right_share: float = 0.45
+    slip_share: float = 0.4
     success_range: tuple[float, float] = (0.2, 0.5)
     eval_size: int = 256
     eval_every: int = 20

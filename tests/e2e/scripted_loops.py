@@ -58,3 +58,49 @@ class OneRaises(Recorded):
         if int(kwargs["session_id"]) == 1:
             raise RuntimeError("the environment is gone")
         return await super().run(sampling_params, **kwargs)
+
+
+class Team(AgentLoopBase):
+    """Two agents on one model take turns in a small world: the engine writes, the number of digits is the reward.
+
+    The observation is one of two rooms, so that groups of equal observations and histories form; the critic's rewards
+    are ten times the writer's; an answer without any digit is an invalid action.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        messages = list(kwargs["raw_prompt"])
+        prompt = self.continuous_token_builder.build_initial_tokens(messages)
+        rows: list[AgentLoopOutput] = []
+        room, total = "red room", 0.0
+        for turn in range(2 + int(kwargs["session_id"]) % 2):
+            agent = ("writer", "critic")[turn % 2]
+            answer = await self.server_manager.generate(
+                request_id=f"{kwargs['uid']}-{kwargs['session_id']}-{turn}",
+                prompt_ids=prompt,
+                sampling_params=sampling_params,
+            )
+            digits = sum(c.isdigit() for c in self.tokenizer.decode(answer.token_ids))
+            reward = digits / 10 * (10 if agent == "critic" else 1)
+            total += reward
+            rows.append(
+                AgentLoopOutput(
+                    prompt_ids=list(prompt),
+                    response_ids=list(answer.token_ids),
+                    response_mask=[1] * len(answer.token_ids),
+                    response_logprobs=list(answer.log_probs),
+                    num_turns=2,
+                    metrics=AgentLoopMetrics(),
+                    extra_fields={
+                        **answer.extra_fields,
+                        "turn_reward": reward,
+                        "agent_id": agent,
+                        "anchor_obs": room,
+                        "is_action_valid": digits > 0,
+                        "reward_extra_info": {},
+                    },
+                )
+            )
+            room = "blue room" if digits else "red room"
+        for row in rows:
+            row.reward_score = total
+        return rows

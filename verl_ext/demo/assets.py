@@ -196,7 +196,9 @@ def _prepare(
     if found is not None and not force:
         return found
     if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} exists and was not made by `verl-ext prepare`; name another folder or empty it")
+        raise FileExistsError(
+            f"{folder} exists and was not made by `verl-ext prepare`; name another folder or empty it"
+        )
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()

@@ -128,4 +128,6 @@ def write_task(
         split_seed = 1_000_003 * (2 * seed + held_out) + 17
         entries = generate(dataset, config, count, seed=split_seed, held_out=held_out)
         config_json = dataset_config(config, split_seed, max(count, 1))
-        write_parquet(build_rows(entries, dataset, config_json, split=split, parser=parser), folder / f"{split}.parquet")
+        write_parquet(
+            build_rows(entries, dataset, config_json, split=split, parser=parser), folder / f"{split}.parquet"
+        )

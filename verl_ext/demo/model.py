@@ -2,9 +2,9 @@
 """The demo's model: a tokenizer trained on the task's own words and a small Llama, warmed up by supervised learning.
 
 The warm-up has two phases, each ended by a measurement. First right answers to single questions, until the model has
-most of the skill. Then conversations in which half of the answers are wrong, get the verifier's feedback and are
-revised: the model masters the format, learns that feedback tells where to look, and spreads its answers so that it is
-right in 20 to 50 % of first turns. That leaves reinforcement learning something to sharpen.
+most of the skill. Then conversations in which half of the turns guess instead of answering, get the verifier's feedback
+and are revised: the model masters the format, learns that feedback tells where to look, and takes up the habit of
+guessing, so that it is right in 20 to 50 % of first turns. That leaves reinforcement learning something to sharpen.
 """
 
 from __future__ import annotations
@@ -160,7 +160,11 @@ def sample(
     columns: list[torch.Tensor] = []
     for _ in range(max_new_tokens):
         out = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
             logits_to_keep=1,
         )
         cache, logits = out.past_key_values, out.logits[:, -1]
@@ -211,24 +215,22 @@ def measure(
     return Success(first / len(tasks), solved / len(tasks), valid / answers)
 
 
-def slip(expression: str, rng: random.Random, slip_share: float) -> int:
-    """Evaluate a sum, taking each plus for a minus and each minus for a plus with probability ``slip_share``.
+def conversation(
+    task: ReasoningGymTask,
+    codec: Codec,
+    rng: random.Random,
+    *,
+    guesses: Sequence[int],
+    guess_share: float,
+    max_turns: int,
+) -> tuple[list[int], list[int]]:
+    """One conversation to imitate: answers and guesses, feedback by the task's verifier, revisions that heed it.
 
     Args:
-        expression: numbers and signs separated by blanks, e.g. ``"3 + 4 - 5"``.
-    """
-    words = expression.split()
-    value = int(words[0])
-    for sign, number in zip(words[1::2], words[2::2], strict=True):
-        plus = (sign == "+") != (rng.random() < slip_share)
-        value += int(number) if plus else -int(number)
-    return value
-
-
-def conversation(
-    task: ReasoningGymTask, codec: Codec, rng: random.Random, *, slip_share: float, max_turns: int
-) -> tuple[list[int], list[int]]:
-    """One conversation to imitate: answers that mix up signs, feedback by the task's verifier, revisions that heed it.
+        task: a question with a whole number as its answer.
+        guesses: what a guess is drawn from: answers of other questions.
+        guess_share: share of turns that guess, within what the feedback so far leaves open, instead of answering.
+        max_turns: answers a conversation.
 
     Returns:
         Token ids, and 1 for the tokens of the answers, 0 elsewhere.
@@ -236,14 +238,11 @@ def conversation(
     truth = int(task.entry["answer"])
     ids = codec.user(task.question)
     mask = [0] * len(ids)
-    low, high = -math.inf, math.inf  # what the feedback so far leaves open
+    low, high = -math.inf, math.inf
     for turn in range(max_turns):
         value = truth
-        for _ in range(8):
-            tried = slip(task.entry["metadata"]["expression"], rng, slip_share)
-            if low < tried < high:
-                value = tried
-                break
+        if rng.random() < guess_share:
+            value = next((g for g in rng.choices(guesses, k=8) if low < g < high), truth)
         answer = codec.answer(str(value))
         ids, mask = [*ids, *answer], [*mask, *[1] * len(answer)]
         if value == truth or turn == max_turns - 1:
@@ -265,7 +264,11 @@ def _loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list[int]]],
 
 
 def warm_up(
-    model: LlamaForCausalLM, codec: Codec, entries: Sequence[dict[str, Any]], recipe: WarmupRecipe, seed: int,
+    model: LlamaForCausalLM,
+    codec: Codec,
+    entries: Sequence[dict[str, Any]],
+    recipe: WarmupRecipe,
+    seed: int,
     tell: Progress,
 ) -> dict[str, float | int]:
     """Supervised warm-up to a measured first-turn success within ``recipe.success_range``.
@@ -284,6 +287,7 @@ def warm_up(
     rng = random.Random(seed)
     config_json = dataset_config(recipe.config, seed, 1)
     tasks = [ReasoningGymTask(recipe.dataset, config_json, entry) for entry in entries]
+    guesses = [int(entry["answer"]) for entry in entries]
     probe = rng.sample(tasks, min(recipe.eval_size, len(tasks)))
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
@@ -296,9 +300,9 @@ def warm_up(
         ),
     ]
 
-    def step(scale: float, batch_size: int, slip_share: float, max_turns: int) -> float:
+    def step(scale: float, batch_size: int, guess_share: float, max_turns: int) -> float:
         batch = [
-            conversation(task, codec, rng, slip_share=slip_share, max_turns=max_turns)
+            conversation(task, codec, rng, guesses=guesses, guess_share=guess_share, max_turns=max_turns)
             for task in rng.choices(tasks, k=batch_size)
         ]
         loss = _loss(model, batch, codec.pad_id)
@@ -326,7 +330,7 @@ def warm_up(
     success = Success(0.0, 0.0, 0.0)
     for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, dialogue_steps / recipe.dialogue_steps)))
-        loss = step(float(__import__("os").environ.get("FLOOR","0.02"))+float(__import__("os").environ.get("SC","0.2")) * decay, recipe.batch_size // 2, recipe.slip_share, recipe.max_turns)
+        loss = step(0.02 + 0.1 * decay, recipe.batch_size // 2, recipe.guess_share, recipe.max_turns)
         if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(
@@ -363,7 +367,12 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
     """
     tell(f"demo: writing the task ({recipe.dataset} of reasoning-gym)")
     write_task(
-        folder / "data", recipe.dataset, recipe.config, train_size=recipe.train_size, val_size=recipe.val_size, seed=seed
+        folder / "data",
+        recipe.dataset,
+        recipe.config,
+        train_size=recipe.train_size,
+        val_size=recipe.val_size,
+        seed=seed,
     )
     entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=False)
 

@@ -25,9 +25,9 @@ class WarmupRecipe:
         learning_rate: of AdamW, for the rest.
         skill_steps: most steps of the first phase, right answers to single questions.
         skill_target: measured share of right greedy answers that ends it.
-        dialogue_steps: least steps of the second phase, conversations with wrong answers and revisions.
+        dialogue_steps: least steps of the second phase, conversations with guesses and revisions.
         max_dialogue_steps: most steps of it.
-        right_share: share of right answers in those conversations, in each turn.
+        guess_share: share of turns in those conversations that guess instead of answering.
         success_range: measured first-turn success (sampled at temperature 1) in which the warm-up may end.
         eval_size: questions of a measurement.
         eval_every: steps between two measurements.
@@ -47,11 +47,11 @@ class WarmupRecipe:
     batch_size: int = 192
     matrix_learning_rate: float = 0.05
     learning_rate: float = 1e-2
-    skill_steps: int = 220
+    skill_steps: int = 200
     skill_target: float = 0.9
     dialogue_steps: int = 40
     max_dialogue_steps: int = 160
-    slip_share: float = 0.4
+    guess_share: float = 0.5
     success_range: tuple[float, float] = (0.2, 0.5)
     eval_size: int = 256
     eval_every: int = 20

@@ -126,7 +126,9 @@ class ReasoningGymTask:
             raise ValueError(f"extra_info.parser={self.parser!r} is unknown; use one of {sorted(PARSERS)}")
 
     @classmethod
-    def from_extra_info(cls, extra_info: Mapping[str, Any] | None, *, success_threshold: float = 1.0) -> ReasoningGymTask:
+    def from_extra_info(
+        cls, extra_info: Mapping[str, Any] | None, *, success_threshold: float = 1.0
+    ) -> ReasoningGymTask:
         """Read the task from a dataset row's ``extra_info``.
 
         Raises:
@@ -175,7 +177,9 @@ class ReasoningGymTask:
             return Verdict(0.0, False, None, NOT_A_NUMBER if truth is not None and text.strip() else EMPTY)
         score = float(load_dataset(self.dataset, self.config_json).score_answer(parsed, self.entry))
         if not 0.0 <= score <= 1.0:  # also false for NaN
-            raise ValueError(f"the verifier of {self.dataset} scored {parsed!r} as {score}; expected a number in [0, 1]")
+            raise ValueError(
+                f"the verifier of {self.dataset} scored {parsed!r} as {score}; expected a number in [0, 1]"
+            )
         if score >= self.success_threshold:
             return Verdict(score, True, parsed, RIGHT)
         value = _as_number(parsed)

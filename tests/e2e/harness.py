@@ -186,18 +186,20 @@ class Lab:
         return Run(folder, child.returncode, time.monotonic() - started)
 
 
-def ray_processes() -> list[str]:
-    """Command lines of Ray's processes on this machine."""
+def processes(run_folder: Path) -> list[str]:
+    """Command lines of the processes that a run started and that still live, found by a variable of its launcher."""
+    mark = f"VERL_FILE_LOGGER_PATH={run_folder / 'metrics.jsonl'}".encode()
     found = []
     for path in Path("/proc").iterdir():
-        if path.name.isdigit():
+        if path.name.isdigit() and int(path.name) != os.getpid():
             try:
-                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                environment = (path / "environ").read_bytes()
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:
                 continue
-            if state != "Z" and ("raylet" in line or "gcs_server" in line or line.startswith("ray::")):
-                found.append(line)
+            if state != "Z" and mark in environment.split(b"\0"):
+                found.append(line[:200])
     return found
 
 

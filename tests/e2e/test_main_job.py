@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Lab, Run, eventually, ray_processes
+from harness import Lab, Run, eventually, processes
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +32,12 @@ def scripted(lab: Lab, name: str) -> tuple[list[str], dict[str, str]]:
         [f"{agent}.agent_loop_config_path={path}", f"{agent}.default_agent_loop={name}"],
         {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
     )
+
+
+def nothing_left(run: Run) -> bool:
+    """No process of the run lives on (files in shared memory: see `shared_memory`)."""
+    assert eventually(lambda: not processes(run.folder), seconds=60), processes(run.folder)
+    return True
 
 
 def shared_memory() -> set[str]:
@@ -57,7 +63,7 @@ def test_killed_run_resumes_and_nothing_is_lost(lab: Lab) -> None:
     before = shared_memory()
     killed = lab.run("resume", overrides=overrides, kill_when=lambda folder: steps_logged(folder) >= 4)
     assert killed.code == -signal.SIGKILL
-    assert eventually(lambda: not ray_processes()), ray_processes()
+    assert nothing_left(killed)
     saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     early = killed.metrics
     assert saved >= 2 and "actor/grad_norm" in early[2]
@@ -74,7 +80,7 @@ def test_killed_run_resumes_and_nothing_is_lost(lab: Lab) -> None:
         assert metrics[step]["trloo/group_size/mean"] == 4
     assert metrics[1]["actor/grad_norm"] > 0
     assert any(key.startswith("val-core/") for key in metrics[5])
-    assert eventually(lambda: not ray_processes()), ray_processes()
+    assert nothing_left(run)
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 
@@ -87,7 +93,7 @@ def test_ctrl_c_leaves_nothing_behind(lab: Lab) -> None:
         kill_with=signal.SIGINT,
     )
     assert run.code != 0
-    assert eventually(lambda: not ray_processes()), ray_processes()
+    assert nothing_left(run)
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 
@@ -134,7 +140,7 @@ def test_nan_reward_is_named(lab: Lab) -> None:
     assert run.code != 0
     (line,) = {line.split("BatchError: ")[1] for line in run.log.splitlines() if "BatchError: " in line}
     assert "reward nan" in line and "prompt uid" in line and "_2, turn 1" in line
-    assert eventually(lambda: not ray_processes()), ray_processes()
+    assert nothing_left(run)
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 

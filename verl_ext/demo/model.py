@@ -326,11 +326,15 @@ def warm_up(
             if greedy >= recipe.skill_target:
                 break
 
+    # Muon's steps keep their length however uncertain the gradient is; guesses make it uncertain.
+    import os
+    dl=float(os.environ.get("DL","2e-3"))
+    optimizers = [(torch.optim.AdamW(model.parameters(), lr=dl, betas=(0.9, 0.98), weight_decay=0.0), dl)]
     low, high = recipe.success_range
     success = Success(0.0, 0.0, 0.0)
     for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, dialogue_steps / recipe.dialogue_steps)))
-        loss = step(0.02 + 0.1 * decay, recipe.batch_size // 2, recipe.guess_share, recipe.max_turns)
+        loss = step(0.1 + 0.9 * decay, recipe.batch_size // 2, recipe.guess_share, recipe.max_turns)
         if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(

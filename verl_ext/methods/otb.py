@@ -7,13 +7,16 @@
     B_t = sum_i G_t^i W_t^i / (sum_i W_t^i + epsilon)        over the samples of the prompt that have a model token at t
     A_t = (G_t - B_t) m_t
 
-The batch is worked on in blocks of whole groups that fit into the cache, so the only tensors of the size of the batch
-are the two outputs. Inside a block masks are applied by multiplication, many times faster than selection; NaN in
-padding then shows up in the group sums, and that block is done again by selection.
+Everything between the inputs and the two outputs is float64: w_t of a confident token is a difference of numbers near
+1, which float32 rounds to about 1e-7, more than epsilon. The batch is worked on in blocks of whole groups in buffers
+that are used again and fit into the cache, so the only tensors of the size of the batch are the two outputs. Rows with
+tool tokens are first packed to their model tokens. Inside a block masks are applied by multiplication, many times
+faster than selection; NaN in padding then shows up in the group sums, and that block is done again by selection.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ ALIGNMENTS = ("model_tokens", "column")
 BASELINES = ("self_inclusive", "leave_one_out")
 
 #: Elements of a block of groups; a single larger group is worked on in pieces of this many elements.
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 17
 #: A group of up to this many elements is still one piece, which saves computing its weights twice.
 PIECE_ELEMENTS = 1 << 20
 
@@ -47,13 +50,15 @@ class TokenFields(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some rows of a block, in columns."""
+    """Some rows of a block, [R, T] float64 in the order in which samples are compared: model tokens or columns."""
 
-    energy: torch.Tensor  #: [R, T] W_t, 0 at columns without a model token
-    togo: torch.Tensor  #: [R, T] G_t, 0 at columns without a model token
-    alive: torch.Tensor  #: [R, T] 1 where the column holds a model token, in the dtype of energy
-    length: torch.Tensor  #: [R] int64 number of model tokens
-    slot: torch.Tensor | None  #: [R, T] int64 1 + group * T + position for rows aligned by model tokens; None: columns
+    energy: torch.Tensor  #: W_t, 0 where there is no model token
+    togo: torch.Tensor  #: G_t, 0 where there is no model token
+    product: torch.Tensor  #: G_t W_t, a buffer that the advantages go to
+    alive: torch.Tensor  #: 1 where there is a model token
+    length: torch.Tensor  #: [R] number of model tokens
+    slot: torch.Tensor | None  #: int64 place of every column for packed rows, None: rows are not packed
+    mask: torch.Tensor  #: 1 where the column holds a model token
 
 
 def otb_advantage(
@@ -118,9 +123,6 @@ def otb_advantage(
         None if weights is None else check_token_field("rollout_is_weights", weights, response_mask).detach(),
     )
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, index=index)
-    # Taking one's own weight out of a sum cancels digits when the others are small, so that path works in float64.
-    exact = baseline == "leave_one_out" or torch.float64 in (fields.rewards.dtype, fields.old_log_probs.dtype)
-    dtype = torch.float64 if exact else torch.float32
     device = response_mask.device
     make = torch.empty if len(rows.kept) == batch else torch.zeros
     advantages = make(batch, length, dtype=torch.float32, device=device)
@@ -130,9 +132,10 @@ def otb_advantage(
 
     group = rows.keys(group_by)
     order = np.argsort(group, kind="stable")
+    buffers = _buffers(device)
     for start, stop in _blocks(np.bincount(group), length):
         members = rows.kept[order[start:stop]]
-        given = (fields, (advantages, returns), members, group[order[start:stop]], alignment, dtype)
+        given = (fields, members, group[order[start:stop]], alignment, buffers)
         block = _Block(*given)
         if not block.finite():
             block = _Block(*given, select=True)
@@ -140,15 +143,9 @@ def otb_advantage(
                 _raise_not_finite(fields, rows, order[start:stop])
         own = baseline == "self_inclusive"
         for where, value, togo in block.self_inclusive(epsilon, handle_zero_tail) if own else block.others(epsilon):
-            _store(advantages, where, value)
-            _store(returns, where, togo)
+            advantages[where] = value if isinstance(where, slice) else value.float()
+            returns[where] = togo if isinstance(where, slice) else togo.float()
     return advantages, returns
-
-
-def _store(out: torch.Tensor, where: torch.Tensor | slice, value: torch.Tensor) -> None:
-    """Write the rows, unless they were computed in place."""
-    if not isinstance(where, slice) or out[where].data_ptr() != value.data_ptr():
-        out[where] = value.to(out.dtype)
 
 
 def _blocks(counts: np.ndarray, length: int) -> Iterator[tuple[int, int]]:
@@ -171,67 +168,85 @@ def _where(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
     return torch.from_numpy(rows).to(device)
 
 
+class _Buffers:
+    """[R, T] float64 working tensors by name, kept from block to block: fresh memory costs more than the arithmetic."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flat: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, rows: int, length: int) -> torch.Tensor:
+        """The tensor `name`, uninitialised; it shares memory with earlier ones of that name."""
+        if name not in self.flat or self.flat[name].numel() < rows * length:
+            self.flat[name] = torch.empty(rows * length, dtype=torch.float64, device=self.device)
+        return self.flat[name][: rows * length].view(rows, length)
+
+
+_kept = threading.local()
+
+
+def _buffers(device: torch.device) -> _Buffers:
+    """The buffers of this thread, kept from call to call on a CPU: its fresh pages cost as much as the arithmetic."""
+    if device.type != "cpu":
+        return _Buffers(device)
+    if not hasattr(_kept, "buffers"):
+        _kept.buffers = _Buffers(device)
+    return _kept.buffers
+
+
 class _Block:
     """Whole groups of rows with their sums of G W and W.
 
     Args:
         fields: inputs of the batch.
-        outputs: advantages and returns of the batch, which serve as buffers where rows and dtype allow.
         members: [R] row numbers, sorted by group.
         group: [R] int64 group ids of the members, consecutive.
         alignment: "model_tokens" or "column".
-        dtype: of the computation.
+        buffers: working memory.
         select: drop masked positions by selection instead of multiplication.
     """
 
     def __init__(
         self,
         fields: TokenFields,
-        outputs: tuple[torch.Tensor, torch.Tensor],
         members: np.ndarray,
         group: np.ndarray,
         alignment: str,
-        dtype: torch.dtype,
+        buffers: _Buffers,
         select: bool = False,
     ):
-        self.fields, self.outputs, self.members = fields, outputs, members
-        self.alignment, self.dtype, self.select = alignment, dtype, select
+        self.fields, self.members, self.alignment = fields, members, alignment
+        self.buffers, self.select = buffers, select
         self.group = group - group[0]
         self.number = int(self.group[-1]) + 1
         self.length = int(fields.mask.shape[1])
+        self.position = torch.arange(self.length, dtype=torch.float64, device=fields.mask.device)
         rows = len(members)
         step = rows if rows * self.length <= PIECE_ELEMENTS else max(1, BLOCK_ELEMENTS // self.length)
         self.spans = [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
         size = rows // self.number
         #: rows of a group when all groups have as many and the block is one piece, else 0
         self.size = size if len(self.spans) == 1 and bool((self.group == np.arange(rows) // size).all()) else 0
-        self.known: tuple[Piece, torch.Tensor] | None = None
+        self.known: Piece | None = None
         self._accumulate()
 
     def _accumulate(self) -> None:
         lengths = []
-        sums: list[torch.Tensor] | None = None
+        if not self.size:
+            zeros = torch.zeros(2, self.number, self.length, dtype=torch.float64, device=self.position.device)
+            self.numerator, self.denominator = zeros
         for span in self.spans:
-            piece, product = self._prepare(span)
+            piece = self._prepare(span)
             lengths.append(piece.length)
-            weight = piece.energy
             if len(self.spans) == 1:
-                self.known = (piece, product)
-            if self.size and piece.slot is None:
-                view = (self.number, self.size, self.length)
-                self.numerator, self.denominator = product.view(view).sum(1), weight.view(view).sum(1)
-                continue
-            if sums is None:
-                sums = [weight.new_zeros(1 + self.number * self.length) for _ in range(2)]
-                self.numerator, self.denominator = (x[1:].view(self.number, self.length) for x in sums)
-            if piece.slot is None:
-                ids = torch.from_numpy(self.group[span]).to(weight.device)
-                self.numerator.index_add_(0, ids, product)
-                self.denominator.index_add_(0, ids, weight)
+                self.known = piece
+            if self.size:
+                self.numerator, self.denominator = (self._by_group(x).sum(1) for x in (piece.product, piece.energy))
             else:
-                sums[0].scatter_add_(0, piece.slot.view(-1), product.view(-1))
-                sums[1].scatter_add_(0, piece.slot.view(-1), weight.view(-1))
-        self.lengths = torch.cat(lengths).cpu().numpy()
+                ids = torch.from_numpy(self.group[span]).to(self.position.device)
+                self.numerator.index_add_(0, ids, piece.product)
+                self.denominator.index_add_(0, ids, piece.energy)
+        self.lengths = torch.cat(lengths).cpu().numpy().astype(np.int64)
 
     def finite(self) -> bool:
         """Whether the sums are finite: no NaN or infinity came in."""
@@ -252,82 +267,102 @@ class _Block:
             # Beyond the second longest row only the longest one reads the baseline.
             reach = np.full(self.number, self.length)
             np.minimum.at(reach, self.group, cut)
-            position = torch.arange(self.length, device=baseline.device)
-            baseline.mul_(position < torch.from_numpy(reach).to(baseline.device).unsqueeze(-1))
-        for span, piece, product in self._pieces():
-            if self.size and piece.slot is None:
-                view = (self.number, self.size, self.length)
-                torch.sub(piece.togo.view(view), baseline.unsqueeze(1), out=product.view(view))
-                value = product
+            baseline.mul_(self.position < torch.from_numpy(reach).to(baseline.device).unsqueeze(-1))
+        for span, piece in self._pieces():
+            if self.size:
+                shape = self._by_group(piece.togo)
+                value = torch.sub(shape, baseline.unsqueeze(1), out=self._by_group(piece.product)).view_as(piece.togo)
             else:
-                value = torch.sub(piece.togo, self._at_tokens(baseline, piece, span), out=product)
+                value = torch.sub(piece.togo, self._of_rows(baseline, span), out=piece.product)
             value.mul_(piece.alive)
             if cut is not None and self.alignment == "column":
                 _apply_zero_tail(value, piece, cut[span])
-            yield _where(self.members[span], value.device), value, piece.togo
+            yield self._unpacked(span, piece, value)
 
     def others(self, epsilon: float) -> Iterator[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
         """Rows, advantages and returns, piece by piece, with the leave-one-out baseline."""
-        for span, piece, product in self._pieces():
-            rest = self._at_tokens(self.numerator, piece, span).sub_(product)
-            weight = self._at_tokens(self.denominator, piece, span).sub_(piece.energy).clamp_(min=0.0).add_(epsilon)
+        for span, piece in self._pieces():
+            rest = self._of_rows(self.numerator, span).sub_(piece.product)
+            weight = self._of_rows(self.denominator, span).sub_(piece.energy).clamp_(min=0.0).add_(epsilon)
             baseline = rest.div_(weight).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            value = torch.sub(piece.togo, baseline, out=product).mul_(piece.alive)
-            yield _where(self.members[span], value.device), value, piece.togo
+            value = torch.sub(piece.togo, baseline, out=piece.product).mul_(piece.alive)
+            yield self._unpacked(span, piece, value)
 
-    def _pieces(self) -> Iterator[tuple[slice, Piece, torch.Tensor]]:
-        """The pieces again, with masked energies and a buffer that holds G W."""
+    def _pieces(self) -> Iterator[tuple[slice, Piece]]:
+        """The pieces again."""
         for span in self.spans:
-            if self.known is not None:
-                yield span, *self.known
-            else:
-                yield span, *self._prepare(span)
+            yield span, self.known if self.known is not None else self._prepare(span)
 
-    def _prepare(self, span: slice) -> tuple[Piece, torch.Tensor]:
-        """The piece and G W, which lies in the buffer that the advantages go to."""
-        where = _where(self.members[span], self.fields.mask.device)
-        fields = self.fields.take(where)
-        in_place = isinstance(where, slice) and self.dtype == torch.float32
-        product, togo = (out[where] if in_place else None for out in self.outputs)
-        alive = fields.mask.to(self.dtype)
-        length = alive.sum(-1).long()
-        # In a prefix the mask never rises from one column to the next; a float pass is cheaper than one over booleans.
-        prefix = self.length < 2 or bool((alive[:, 1:] - alive[:, :-1]).amax() <= 0)
-        slot = None
+    def _prepare(self, span: slice) -> Piece:
+        rows = span.stop - span.start
+        fields = self.fields.take(_where(self.members[span], self.position.device))
+        alive, energy, product, scratch = (
+            self.buffers.get(name, rows, self.length) for name in ("alive", "energy", "product", "scratch")
+        )
+        alive.copy_(fields.mask)
+        length = alive.sum(-1)
+        # Model tokens at columns 0 to L-1 have the smallest possible sum of columns.
+        prefix = bool((torch.mv(alive, self.position) == length * (length - 1) / 2).all())
+        mask, slot = alive, None
         if self.alignment == "model_tokens" and not prefix:
-            slot = alive.cumsum(-1).long()
-            slot += torch.from_numpy(self.group[span] * self.length).to(slot.device).unsqueeze(-1)
+            fields, slot = self._pack(fields, alive, scratch)
+            alive = self.buffers.get("packed", rows, self.length)
+            alive.copy_(self.position < length.unsqueeze(-1))
+            prefix = True
 
-        weight = torch.exp(fields.old_log_probs.to(self.dtype))
-        weight.mul_(-2.0).add_(fields.sum_pi_squared).add_(1.0).clamp_(min=0.0)
+        torch.exp(energy.copy_(fields.old_log_probs), out=energy)
+        torch.add(scratch.copy_(fields.sum_pi_squared), energy, alpha=-2.0, out=energy).add_(1.0).clamp_(min=0.0)
         if fields.rollout_is_weights is not None:
-            weight.mul_(fields.rollout_is_weights).mul_(fields.rollout_is_weights)
+            scratch.copy_(fields.rollout_is_weights)
+            energy.mul_(scratch).mul_(scratch)
         if self.select:
-            weight = torch.where(fields.mask.to(torch.bool), weight, 0.0)
+            energy.copy_(torch.where(alive.to(torch.bool), energy, 0.0))
         elif not prefix:
-            weight.mul_(alive)  # a prefix needs no masking before the sum
-        energy = torch.cumsum(weight, -1, out=weight)
-        energy.mul_(alive)
-        piece = Piece(energy, self._reward_to_go(fields, alive, length, prefix, togo), alive, length, slot)
-        return piece, torch.mul(piece.togo, energy, out=product)
+            energy.mul_(alive)  # a prefix needs no masking before the sum
+        torch.cumsum(energy, -1, out=energy).mul_(alive)
+        togo = self._reward_to_go(fields.rewards, alive, length, prefix, scratch)
+        return Piece(energy, togo, torch.mul(togo, energy, out=product), alive, length, slot, mask)
+
+    def _pack(
+        self, fields: TokenFields, mask: torch.Tensor, scratch: torch.Tensor
+    ) -> tuple[TokenFields, torch.Tensor]:
+        """The fields with the k-th model token of a row in column k, and the k of every column, [R, T] int64.
+
+        Columns beyond the last model token hold copies of the first column.
+        """
+        rank = torch.cumsum(mask, -1, out=scratch).mul_(mask).long()  # 1, 2, ... at model tokens, 0 elsewhere
+        source = torch.zeros(len(mask), self.length + 1, dtype=torch.int64, device=mask.device)
+        source.scatter_(1, rank, self.position.long().expand_as(rank))
+        source = source[:, 1:]
+        packed = (None if field is None else field.gather(1, source) for field in fields)
+        return TokenFields(*packed), rank.sub_(1).clamp_(min=0)
+
+    def _unpacked(
+        self, span: slice, piece: Piece, value: torch.Tensor
+    ) -> tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]:
+        """Rows, advantages and returns in the columns of the batch."""
+        togo = piece.togo
+        if piece.slot is not None:
+            value, togo = (x.gather(1, piece.slot).mul_(piece.mask) for x in (value, togo))
+        return _where(self.members[span], value.device), value, togo
 
     def _reward_to_go(
-        self, fields: TokenFields, alive: torch.Tensor, length: torch.Tensor, prefix: bool, out: torch.Tensor | None
+        self, rewards: torch.Tensor, alive: torch.Tensor, length: torch.Tensor, prefix: bool, scratch: torch.Tensor
     ) -> torch.Tensor:
-        """G_t; a row whose only reward sits on its last model token needs no sum."""
-        rewards = fields.rewards.to(self.dtype)
+        """G_t in a buffer; a row whose only reward sits on its last model token needs no sum."""
+        togo = self.buffers.get("togo", *rewards.shape)
         if prefix:
-            last = rewards.gather(1, (length - 1).clamp(min=0).unsqueeze(-1))
-            if bool((rewards.abs().sum(-1, keepdim=True) == last.abs()).all()):
-                return torch.mul(alive, last, out=out)
-        return token_reward_to_go(rewards, fields.mask).mul_(alive)
+            last = rewards.gather(1, (length.long() - 1).clamp(min=0).unsqueeze(-1)).double()
+            if bool((torch.abs(scratch.copy_(rewards), out=scratch).sum(-1, keepdim=True) == last.abs()).all()):
+                return torch.mul(alive, last, out=togo)
+        return togo.copy_(token_reward_to_go(rewards.double(), alive)).mul_(alive)
 
-    def _at_tokens(self, sums: torch.Tensor, piece: Piece, span: slice) -> torch.Tensor:
-        """Group values [g, T] at the positions of each row, [R, T]; anything at columns without a model token."""
-        if piece.slot is None:
-            return sums.index_select(0, torch.from_numpy(self.group[span]).to(sums.device))
-        flat = torch.cat([sums.new_zeros(1), sums.reshape(-1)])
-        return flat.index_select(0, piece.slot.view(-1)).view(piece.slot.shape)
+    def _by_group(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(self.number, self.size, self.length)
+
+    def _of_rows(self, sums: torch.Tensor, span: slice) -> torch.Tensor:
+        """Group values [g, T] of each row, [R, T], a copy."""
+        return sums.index_select(0, torch.from_numpy(self.group[span]).to(sums.device))
 
 
 def _zero_tail(lengths: np.ndarray, ids: np.ndarray, length: int) -> np.ndarray:

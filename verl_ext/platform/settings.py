@@ -33,6 +33,12 @@ def complete(config: Any) -> None:
         _default(config, "ray_kwargs.ray_init.include_dashboard", False)
 
 
+    if (config.get("verl_ext") or {}).get("fork_server"):
+        from verl_ext.platform import fork_worker
+
+        _default(config, "ray_kwargs.ray_init.runtime_env.py_executable", fork_worker.py_executable())
+
+
 def _default(config: Any, key: str, value: Any) -> None:
     if OmegaConf.select(config, key) is None:
         OmegaConf.update(config, key, value, force_add=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import wrapt
+
 from verl_ext.platform import cpu, hooks
 
 cpu.register()

@@ -31,7 +31,9 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     plain.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain.train_from_iterator([], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet))
+    plain.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
@@ -73,10 +75,10 @@ def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Pa
     return path
 
 
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return sum(c.isdigit() for c in solution_str) / 10
-'''
+"""
 
 
 @dataclass
@@ -178,7 +180,9 @@ class Lab:
                         kill_when = None
                     if time.monotonic() - started > timeout:
                         child.kill()
-                        raise AssertionError(f"{name} did not end in {timeout} s:\n{(folder / 'log.txt').read_text()[-6000:]}")
+                        raise AssertionError(
+                            f"{name} did not end in {timeout} s:\n{(folder / 'log.txt').read_text()[-6000:]}"
+                        )
             finally:
                 if child.poll() is None:
                     child.kill()

@@ -104,3 +104,26 @@ class Team(AgentLoopBase):
         for row in rows:
             row.reward_score = total
         return rows
+
+
+class Seeded(AgentLoopBase):
+    """One turn whose sampling seed follows from prompt and sample, so that arrival order plays no part."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt = self.continuous_token_builder.build_initial_tokens(list(kwargs["raw_prompt"]))
+        seed = 1000 * int(kwargs["extra_info"]["index"]) + int(kwargs["session_id"])
+        answer = await self.server_manager.generate(
+            request_id=f"{kwargs['uid']}-{kwargs['session_id']}",
+            prompt_ids=prompt,
+            sampling_params={**sampling_params, "seed": seed},
+        )
+        return AgentLoopOutput(
+            prompt_ids=list(prompt),
+            response_ids=list(answer.token_ids),
+            response_mask=[1] * len(answer.token_ids),
+            response_logprobs=list(answer.log_probs),
+            reward_score=sum(answer.token_ids) % 97 / 97,
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields={**answer.extra_fields, "reward_extra_info": {}},
+        )

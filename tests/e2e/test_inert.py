@@ -12,9 +12,12 @@ import pytest
 import torch
 import yaml
 from harness import Lab
+
 from verl_ext.recipes import recipe_root
 
 pytestmark = pytest.mark.e2e
+
+HERE = Path(__file__).parent
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[str]:
@@ -28,9 +31,11 @@ def leaves(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
+    loops = lab.root / "seeded.yaml"
+    loops.write_text("- {name: seeded, _target_: scripted_loops.Seeded}\n")
     recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text())
     environment = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
-    environment.update(VERL_PLATFORM="cpu", PYTHONPATH=f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    environment.update(VERL_PLATFORM="cpu", PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
     overrides = [
         *leaves({key: value for key, value in recipe.items() if key not in ("hydra", "verl_ext")}),
         "algorithm.adv_estimator=grpo",
@@ -38,8 +43,15 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
         "ray_kwargs.ray_init.num_cpus=20",
         "+ray_kwargs.ray_init.include_dashboard=false",
         "trainer.save_freq=2",
-        # One request at a time: batches of requests depend on when they arrive, and float sums on the batch.
+        # Float sums depend on the order of their terms, and verl's row order on which rollout ends first. So: one
+        # prompt a step, its rows sorted, a seed for each sample, and one request at a time in the engine.
         "++actor_rollout_ref.rollout.engine_kwargs.embedded.max_batch_size=1",
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        f"trainer.v1.sampler.custom_sampler.path={HERE / 'sorted_buffer.py'}",
+        "trainer.v1.sampler.custom_sampler.name=SortedReplayBuffer",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
     ]
     without = lab.run(
         "inert_without",
@@ -55,7 +67,9 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
 
     machine = ("timing", "perf/", "actor/perf", "throughput")
     for step in (1, 2):
-        one, two = ({k: v for k, v in run.metrics[step].items() if not k.startswith(machine)} for run in (without, with_plugin))
+        one, two = (
+            {k: v for k, v in run.metrics[step].items() if not k.startswith(machine)} for run in (without, with_plugin)
+        )
         assert one == two
         assert len(one) > 40 and one["actor/grad_norm"] > 0
     states = [

@@ -105,7 +105,9 @@ def test_two_processes_give_the_advantages_of_one(lab: Lab) -> None:
     loop, environment = scripted(lab, "recorded")
     common = [*loop, "trainer.total_training_steps=1", "algorithm.gamma=0.9"]
     runs = [
-        lab.run(f"world_{size}", overrides=[*common, f"trainer.n_gpus_per_node={size}"], environment=environment).check()
+        lab.run(
+            f"world_{size}", overrides=[*common, f"trainer.n_gpus_per_node={size}"], environment=environment
+        ).check()
         for size in (1, 2)
     ]
     one, two = map(advantages, runs)

@@ -45,7 +45,9 @@ def test_method_trains(lab: Lab, recipe: str) -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    run = lab.run(f"method_{recipe.replace(',', '_')}", recipe=f"[{recipe},cpu]", overrides=overrides, environment=environment).check()
+    run = lab.run(
+        f"method_{recipe.replace(',', '_')}", recipe=f"[{recipe},cpu]", overrides=overrides, environment=environment
+    ).check()
     metrics = run.metrics
     assert sorted(metrics) == [1, 2, 3]
     for step in metrics.values():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import verl.trainer.ppo.core_algos as core_algos
 from omegaconf import OmegaConf
+
 from verl_ext.integration import columns, metrics
 from verl_ext.integration.mix import weights
 from verl_ext.integration.options import OptionError

@@ -15,6 +15,7 @@ import verl  # noqa: F401  (loads the plugin)
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+
 from verl_ext.integration import checks, launch
 from verl_ext.integration.options import OptionError
 
@@ -132,7 +133,9 @@ def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch)
     from verl_ext import plugin
 
     monkeypatch.setitem(plugin._failures, "registering the estimators and losses", "ImportError: torn")
-    with pytest.raises(SystemExit, match="only partly loaded.*registering the estimators and losses: ImportError: torn"):
+    with pytest.raises(
+        SystemExit, match="only partly loaded.*registering the estimators and losses: ImportError: torn"
+    ):
         launch.LaunchCallback().on_run_start(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4"))
 
 

@@ -12,6 +12,7 @@ import verl.trainer.ppo.core_algos as core_algos
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig
+
 from verl_ext.integration import losses
 from verl_ext.integration.config import KPOPolicyLossConfig
 from verl_ext.methods.kpo import kpo_loss_terms
@@ -99,12 +100,16 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_loss_without_its_options_says_what_to_do() -> None:
     from verl.workers.config import PolicyLossConfig
 
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig())
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig()
+    )
     with pytest.raises(ValueError, match=r"Use \+recipe=kpo"):
         losses.kpo(**tensors(), config=config)
 
 
-def test_short_responses_are_warned_about_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_responses_are_warned_about_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(losses, "_warned", False)
     with caplog.at_level(logging.WARNING, logger=losses.__name__):
         for _ in range(2):

@@ -11,6 +11,7 @@ import torch
 import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
 from verl_ext.integration import columns, wraps
 from verl_ext.integration.trainer import VerlExtTrainer, _complete, extend_registry, uses_verl_ext
 
@@ -74,7 +75,11 @@ def data(scores: torch.Tensor, rewards: torch.Tensor) -> Any:
 
 
 def test_kl_in_reward_reaches_the_rewards_of_turns() -> None:
-    fields = {"turn_reward": np.array([1.0, 2.0]), "valid_row": np.array([True, True]), "traj_uid": np.array(["a", "a"])}
+    fields = {
+        "turn_reward": np.array([1.0, 2.0]),
+        "valid_row": np.array([True, True]),
+        "traj_uid": np.array(["a", "a"]),
+    }
     active = columns.ActiveBatch(columns=fields)
     _complete(active, data(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([[-0.5, 3.0], [0.0, 2.5]])))
     assert active.columns["turn_reward"].tolist() == [0.5, 1.5]
@@ -95,7 +100,9 @@ def test_single_turn_rows_bring_their_own_reward_and_several_do_not() -> None:
 
 def test_changed_verl_is_named() -> None:
     target = wraps.Target("verl.utils.tracking", "NoSuchLogger", None, "verl 0.9.1", "to see it fail")
-    with pytest.raises(wraps.UnsupportedVerl, match=r"verl\.utils\.tracking\.NoSuchLogger .*pip install 'verl>=0\.9\.1"):
+    with pytest.raises(
+        wraps.UnsupportedVerl, match=r"verl\.utils\.tracking\.NoSuchLogger .*pip install 'verl>=0\.9\.1"
+    ):
         target.resolve()
     target = wraps.Target("verl.utils.tracking", "FileLogger", ("file_name",), "verl 0.9.1", "to see it fail")
     with pytest.raises(wraps.UnsupportedVerl, match="no longer takes file_name"):

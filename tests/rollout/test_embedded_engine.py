@@ -314,9 +314,7 @@ def test_abort_returns_what_was_sampled(model):
     assert engine.abort() == []
     # the tokens so far, sent as a prompt, are continued
     resumed = run(engine, [Request(batch[1].prompt_ids + batch[1].token_ids, SamplingParams(max_tokens=3))])[0]
-    torch.testing.assert_close(
-        torch.tensor(resumed.logprobs), reference_logprobs(model, resumed), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(torch.tensor(resumed.logprobs), reference_logprobs(model, resumed), atol=1e-5, rtol=0)
 
 
 def test_model_failure_reaches_its_requests_and_the_engine_goes_on():

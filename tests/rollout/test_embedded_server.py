@@ -574,6 +574,7 @@ def test_replica_rollout_and_client_through_ray(ray_cluster, model, model_path, 
         assert len(seen) == len(model.state_dict())
         with pytest.raises(Exception, match="no usable weights"):
             await server.generate.remote([1, 2], dict(PARAMS), "a")
+
         def dying():
             yield from list(collective(model, []))[:3]
             raise ArithmeticError("trainer")

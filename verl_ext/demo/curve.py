@@ -54,7 +54,10 @@ def _point(step: int, data: dict[str, Any]) -> Point:
 
 def smooth(values: Sequence[float], width: int = 5) -> list[float]:
     """Mean over the last `width` values at every position."""
-    return [sum(values[max(0, i + 1 - width) : i + 1]) / len(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i + 1 - width) : i + 1]) / len(values[max(0, i + 1 - width) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:

@@ -48,9 +48,7 @@ class Settings:
     save_every: int = 10
 
 
-def overrides(
-    recipes: Sequence[str], assets: Any, out: Path, steps: int, seed: int, settings: Settings
-) -> list[str]:
+def overrides(recipes: Sequence[str], assets: Any, out: Path, steps: int, seed: int, settings: Settings) -> list[str]:
     """The Hydra overrides of the run, in the order in which a person would read them."""
     return [
         f"+recipe=[{','.join([*recipes, 'cpu'])}]",

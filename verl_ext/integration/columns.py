@@ -83,7 +83,9 @@ def row_fields(
         if lacking:
             if name in ("is_action_valid", "valid_row"):
                 continue
-            missing[name] = f"{len(lacking)} of {size - int(padding.sum())} rows lack it, the first is {keys[lacking[0]]}"
+            missing[name] = (
+                f"{len(lacking)} of {size - int(padding.sum())} rows lack it, the first is {keys[lacking[0]]}"
+            )
         else:
             columns[name] = _objects([rows[i].get(name) for i in range(size)])
     for name in ("is_action_valid", "valid_row"):

@@ -84,5 +84,9 @@ def _to_ray(config: Any, environment: Mapping[str, str]) -> None:
         given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars")
         given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
         OmegaConf.update(
-            config, "ray_kwargs.ray_init.runtime_env", {"env_vars": {**environment, **given}}, merge=True, force_add=True
+            config,
+            "ray_kwargs.ray_init.runtime_env",
+            {"env_vars": {**environment, **given}},
+            merge=True,
+            force_add=True,
         )

@@ -44,7 +44,7 @@ def kpo(
     """
     from verl.trainer.ppo.core_algos import agg_loss
 
-    options = getattr(config, "policy_loss", None)
+    options: Any = getattr(config, "policy_loss", None)
     if not hasattr(options, "kalman_q"):
         raise ValueError(
             "loss_mode=kpo needs actor_rollout_ref.actor.policy_loss._target_="
@@ -66,9 +66,7 @@ def kpo(
         mask_mode=options.mask_mode,
         rollout_is_weights=rollout_is_weights,
     )
-    loss = agg_loss(
-        loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
-    )
+    loss = agg_loss(loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
     return loss, _metrics(stats, options.kalman_q / options.kalman_r)
 
 

@@ -20,8 +20,8 @@ def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     Here every trajectory counts once, with the undiscounted sum of its turns' rewards.
 
     Args:
-        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on all
-            rows of a trajectory), ``turn_reward`` [B] float64 if known.
+        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on
+            all rows of a trajectory), ``turn_reward`` [B] float64 if known.
 
     Returns:
         ``trajectory/turns/{mean,max}`` and ``trajectory/reward/{mean,std,min,max}``: sums of the turns' rewards, or the

@@ -32,7 +32,6 @@ def complete(config: Any) -> None:
         _default(config, "ray_kwargs.ray_init.num_cpus", 16 + 4 * processes)
         _default(config, "ray_kwargs.ray_init.include_dashboard", False)
 
-
     if (config.get("verl_ext") or {}).get("fork_server"):
         from verl_ext.platform import fork_worker
 

@@ -52,9 +52,7 @@ class EmbeddedReplica(RolloutReplica):
         if self.workers:
             node_id = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
             placement["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        name = server_name(
-            self.replica_rank, suffix=self.name_suffix, role="teacher" if self.is_teacher_model else ""
-        )
+        name = server_name(self.replica_rank, suffix=self.name_suffix, role="teacher" if self.is_teacher_model else "")
         server = (
             ray.remote(EmbeddedServer)
             .options(

@@ -63,7 +63,9 @@ def test_killed_run_resumes_and_nothing_is_lost(lab: Lab) -> None:
     before = shared_memory()
     killed = lab.run("resume", overrides=overrides, kill_when=lambda folder: steps_logged(folder) >= 4)
     assert killed.code == -signal.SIGKILL
-    assert nothing_left(killed)
+    # Ray's two agents take a minute to give up on a node that was killed; nothing that computes or writes may live.
+    agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+    assert eventually(lambda: set(processes(killed.folder)) <= agents), processes(killed.folder)
     saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     early = killed.metrics
     assert saved >= 2 and "actor/grad_norm" in early[2]

@@ -156,6 +156,31 @@ def test_certain_tokens_have_no_weight_and_no_baseline():
             torch.testing.assert_close(got, rewards[:, 1:].expand(3, 2))
 
 
+@pytest.mark.parametrize("baseline", ["self_inclusive", "leave_one_out"])
+@pytest.mark.parametrize("holes", [False, True])
+def test_confident_tokens_give_the_exact_epsilon_effect(baseline, holes):
+    # w = 1 - 2 pi + sum pi^2 of about 1e-8 is a difference of numbers near 1: float32 rounds it to multiples of 6e-8,
+    # and four identical rewards would get a large advantage that the definition does not have.
+    doubt = torch.tensor([1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 0.0]).expand(4, 6) * torch.tensor([[0.5], [1.0], [2.0], [3.0]])
+    old_log_probs = torch.log1p(-doubt.double()).float()
+    # Rounded to float32, which leaves w anywhere between 0 and a few times epsilon.
+    squares = (2.0 * old_log_probs.double().exp() - 1.0 + 1e-8 * torch.tensor([[1.0], [2.0], [0.0], [5.0]])).float()
+    mask = torch.ones(4, 6, dtype=torch.long)
+    if holes:
+        mask[:, 2] = 0
+        mask[1, 4] = 0
+    rewards = torch.zeros(4, 6)
+    rewards[:, -1] = 1.0
+    fields = {"old_log_probs": old_log_probs, "sum_pi_squared": squares}
+    got, _ = otb_advantage(rewards, mask, ["a"] * 4, **fields, baseline=baseline)
+    weight = (1.0 - 2.0 * old_log_probs.double().exp() + squares.double()).clamp(min=0.0)
+    # With these weights as 1 - 2 * 0 + (w - 1) the plain reference, which does not clamp, sees exactly w.
+    exact = {"old_log_probs": torch.full_like(weight, -torch.inf), "sum_pi_squared": weight - 1.0}
+    expected = reference(rewards, mask, ["a"] * 4, *exact.values(), baseline, True)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=1e-5)
+    assert expected.max() < 1.01 and (expected[:, 0] > 1e-3).any()  # epsilon matters here
+
+
 def test_leave_one_out_survives_very_unequal_weights():
     # The other sample is almost certain (W about 2e-8 a token) beside one of W about 1e4.
     length = 8192

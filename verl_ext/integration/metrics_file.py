@@ -38,7 +38,7 @@ def keep_earlier_metrics(original: type, resumed_step: int) -> type:
         resumed_step: `global_steps` of the trainer after loading its checkpoint; 0 for a fresh run.
     """
 
-    class FileLogger(original):  # type: ignore[misc, valid-type]
+    class FileLogger(original):
         """verl's file logger, appending after a resume."""
 
         def __init__(self, project_name: str, experiment_name: str) -> None:

@@ -76,6 +76,11 @@ def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
     return scores.cpu().numpy()
 
 
+def one_row_each(ids: np.ndarray) -> bool:
+    """Whether every row has an id of its own, given contiguous ids, as the trajectories of single-turn data have."""
+    return ids.size == 0 or int(ids.max()) + 1 == ids.size
+
+
 def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
     """Token tensor `row_values[i] * response_mask[i, t]`, [B, T] float32, on the mask's device.
 
@@ -243,6 +248,8 @@ class Rows:
             self._columns["turn_index"] = np.zeros(len(self.kept), dtype=np.int64)
             return np.arange(len(self.kept)), self.ints("turn_index")
         trajectory, turn = self.trajectories(), self.ints("turn_index")
+        if one_row_each(trajectory):
+            return trajectory, turn  # nothing can repeat
         order = np.lexsort((turn, trajectory))
         again = (np.diff(trajectory[order]) == 0) & (np.diff(turn[order]) == 0)
         if again.any():

@@ -16,7 +16,7 @@ import torch
 
 from verl_ext.methods.groups import Column, Segments
 from verl_ext.methods.returns import regressed_turns, turn_returns
-from verl_ext.methods.rows import Rows, broadcast_rows, check_choice, check_tokens
+from verl_ext.methods.rows import Rows, broadcast_rows, check_choice, check_range, check_tokens, one_row_each
 
 #: Added to the variance when advantages are whitened over the batch.
 WHITEN_EPSILON = 1e-8
@@ -82,10 +82,14 @@ def trloo_advantage(
     )
     trajectory, turn = rows.turns()
     rewards = rows.floats("turn_reward") if turn_reward is not None else rows.scores(token_level_rewards)
-    sample = np.ones(rewards.size, dtype=bool)
-    if mask_regressions:
-        sample = ~regressed_turns(rewards, trajectory, turn)
-    returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=sample)
+    sample: np.ndarray | slice = slice(None)
+    if one_row_each(trajectory):
+        check_range("gamma", gamma, 0.0, 1.0)
+        returns = rewards  # nothing to sum or to discount
+    else:
+        kept = ~regressed_turns(rewards, trajectory, turn) if mask_regressions else None
+        sample = slice(None) if kept is None else kept
+        returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=kept)
 
     groups = Segments(rows.keys(group_by)[sample])
     advantage = np.zeros_like(returns)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact mean and variance of a gradient estimate on softmax policies small enough to enumerate every outcome.
+
+A problem lists the trajectories of one sample: probability, rows, and the score of each row (gradient of its log
+probability with respect to the policy's logits). Every group of N samples is then one prompt of a single batch, so one
+call of the estimator gives the advantage in every possible group, and
+
+    E[g] = sum over groups of p(group) g(group),      g(group) = 1/N sum over rows (and tokens) of A * score
+
+is exact up to the float32 of the advantages, as is the variance E|g|^2 - |E[g]|^2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from verl_ext.methods.dr_mas import dr_mas_advantage
+from verl_ext.methods.otb import otb_advantage
+
+
+class Sample(NamedTuple):
+    """One possible trajectory; lists have one entry a row."""
+
+    probability: float
+    scores: list[np.ndarray]  # [parameters], or [tokens, parameters] for token methods
+    fields: dict[str, list[Any]]
+
+
+class Moments(NamedTuple):
+    mean: np.ndarray
+    variance: float
+
+
+def softmax(logits):
+    weights = np.exp(np.asarray(logits, dtype=np.float64) - np.max(logits))
+    return weights / weights.sum()
+
+
+def score(logits, action):
+    """Gradient of log softmax(logits)[action] with respect to the logits."""
+    return np.eye(len(logits))[action] - softmax(logits)
+
+
+def block(values, start, size):
+    out = np.zeros(size)
+    out[start : start + len(values)] = values
+    return out
+
+
+def moments(samples, group_size, estimator, tokens=1):
+    """Exact mean and variance of the gradient estimate over all groups of `group_size` samples."""
+    fields: dict[str, list[Any]] = {name: [] for name in samples[0].fields}
+    index, traj_uid, owner, scores = [], [], [], []
+    probability = []
+    for number, group in enumerate(itertools.product(samples, repeat=group_size)):
+        probability.append(float(np.prod([sample.probability for sample in group])))
+        for member, sample in enumerate(group):
+            for row, gradient in enumerate(sample.scores):
+                index.append(number)
+                traj_uid.append(member)
+                owner.append(number)
+                scores.append(gradient)
+                for name, values in sample.fields.items():
+                    fields[name].append(values[row])
+    advantages = estimator(np.array(index), np.array(traj_uid), fields).double().numpy()
+    scores = np.stack([np.reshape(s, (tokens, -1)) for s in scores])
+    rows = np.einsum("bt,btp->bp", advantages, scores) / group_size
+    estimate = np.zeros((len(probability), rows.shape[1]))
+    np.add.at(estimate, np.array(owner), rows)
+    probability = np.array(probability)
+    assert abs(probability.sum() - 1.0) < 1e-9
+    mean = probability @ estimate
+    return Moments(mean, float(probability @ (estimate**2).sum(1) - (mean**2).sum()))
+
+
+def true_gradient(samples, tokens=1):
+    """E[R * score of the whole trajectory], R the undiscounted sum of the turn rewards."""
+    return sum(
+        s.probability * sum(s.fields["turn_reward"]) * sum(np.reshape(x, (tokens, -1)).sum(0) for x in s.scores)
+        for s in samples
+    )
+
+
+def quality(found, truth):
+    """Length of the mean along the true gradient, relative to it; cosine with it; variance at equal length."""
+    along = float(found.mean @ truth / (truth @ truth))
+    cosine = float(found.mean @ truth / np.linalg.norm(found.mean) / np.linalg.norm(truth))
+    return along, cosine, found.variance / along**2
+
+
+def row_tensors(rewards):
+    """Rewards on the only token of each row."""
+    return torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(len(rewards), 1, dtype=torch.long)
+
+
+def as_rows(function, *names, **options):
+    """Adapter: row-level estimator on `turn_reward` as score, with the row fields `names`."""
+
+    def estimator(index, traj_uid, fields):
+        rewards, mask = row_tensors(fields["turn_reward"])
+        given = {"traj_uid": traj_uid, **{name: fields[name] for name in names}}
+        return function(rewards, mask, index, **given, **options)[0]
+
+    return estimator
+
+
+BANDIT = [0.3, -0.4, 1.1]
+REWARDS = [1.0, 0.0, 2.5]
+
+
+def bandit():
+    return [
+        Sample(softmax(BANDIT)[a], [score(BANDIT, a)], {"turn_reward": [REWARDS[a]], "turn_index": [0]})
+        for a in range(3)
+    ]
+
+
+def two_turns(early_stop):
+    """Turn 0 has two actions; turn 1 has two with a policy of its own a first action; action 1 may end the episode."""
+    logits = [[0.2, -0.3], [0.5, 0.0], [-0.6, 0.4]]
+    samples = []
+    for first in (0, 1):
+        if early_stop and first == 1:
+            samples.append(
+                Sample(
+                    softmax(logits[0])[1], [block(score(logits[0], 1), 0, 6)], {"turn_reward": [0.7], "turn_index": [0]}
+                )
+            )
+            continue
+        for second in (0, 1):
+            policy = logits[1 + first]
+            samples.append(
+                Sample(
+                    softmax(logits[0])[first] * softmax(policy)[second],
+                    [block(score(logits[0], first), 0, 6), block(score(policy, second), 2 + 2 * first, 6)],
+                    {"turn_reward": [0.3 * first - 0.2, 1.0 if first == second else -0.4], "turn_index": [0, 1]},
+                )
+            )
+    return samples
+
+
+def two_agents(scale, offset):
+    """Two agents with one binary decision each and the same policy; the second one's rewards are scaled and shifted."""
+    logits = [0.3, -0.2]
+    samples = []
+    for first, second in itertools.product((0, 1), repeat=2):
+        samples.append(
+            Sample(
+                softmax(logits)[first] * softmax(logits)[second],
+                [block(score(logits, first), 0, 4), block(score(logits, second), 2, 4)],
+                {"turn_reward": [float(first), offset + scale * second], "agent_id": ["x", "y"]},
+            )
+        )
+    return samples
+
+
+def agent_moments(samples, agent, level, norm_by_std=True, group_size=4):
+    part = slice(0, 2) if agent == "x" else slice(2, 4)
+    only = [
+        s._replace(scores=[g if (k == 0) == (agent == "x") else 0 * g for k, g in enumerate(s.scores)]) for s in samples
+    ]
+    estimator = as_rows(dr_mas_advantage, "agent_id", level=level, norm_by_std=norm_by_std)
+    found = moments(only, group_size, estimator)
+    return Moments(found.mean[part], found.variance)
+
+
+def energy(found):
+    """E|g|^2."""
+    return found.variance + float((found.mean**2).sum())
+
+
+def sequences(logits, reward):
+    """All token sequences of a policy given as {prefix: logits}; a prefix that is no key ends the sequence."""
+    length = 1 + max(len(prefix) for prefix in logits)
+    names = sorted(logits)
+    width = len(next(iter(logits.values())))
+    samples = []
+
+    def grow(prefix, probability, gradients, old, squares):
+        if prefix not in logits:
+            pad = length - len(prefix)
+            gradient = np.concatenate([np.stack(gradients), np.zeros((pad, width * len(names)))])
+            fields = {
+                "turn_reward": [reward(prefix)],
+                "tokens": [len(prefix)],
+                "old_log_probs": [old + [0.0] * pad],
+                "sum_pi_squared": [squares + [0.0] * pad],
+            }
+            samples.append(Sample(probability, [gradient], fields))
+            return
+        pi = softmax(logits[prefix])
+        for token in range(width):
+            gradient = block(score(logits[prefix], token), width * names.index(prefix), width * len(names))
+            step = (probability * pi[token], gradients + [gradient], old + [np.log(pi[token])])
+            grow(prefix + (token,), *step, squares + [float((pi**2).sum())])
+
+    grow((), 1.0, [], [], [])
+    return samples, length
+
+
+def as_tokens(length, function=None, **options):
+    """Adapter: OTB, or a row-level estimator spread over the tokens."""
+
+    def estimator(index, traj_uid, fields):
+        mask = (torch.arange(length) < torch.tensor(fields["tokens"])[:, None]).long()
+        rewards = torch.zeros(mask.shape, dtype=torch.float64)
+        rewards[torch.arange(len(mask)), mask.sum(-1) - 1] = torch.tensor(fields["turn_reward"], dtype=torch.float64)
+        if function is not None:
+            return function(rewards, mask, index, **options)[0]
+        given = {k: torch.tensor(fields[k], dtype=torch.float64) for k in ("old_log_probs", "sum_pi_squared")}
+        return otb_advantage(rewards, mask, index, **given, **options)[0]
+
+    return estimator
+
+
+RAGGED = {(): [0.5, -0.2], (0,): [0.3, 0.9], (0, 1): [-0.8, 0.1]}
+
+
+def ragged_reward(tokens):
+    return {(1,): 0.2, (0, 0): 1.0, (0, 1, 0): -0.5, (0, 1, 1): 2.0}[tokens]
+
+
+def forgetful_room(gap):
+    """A door, chosen by chance, then a room that looks the same behind both but wants a different action.
+
+    The first observation tells the door; the second is equal for all. Behind door 1 everything earns `gap` more.
+    """
+    logits = [[0.4, -0.1], [-0.3, 0.2]]
+    samples = []
+    for door, action in itertools.product((0, 1), repeat=2):
+        samples.append(
+            Sample(
+                0.5 * softmax(logits[door])[action],
+                [np.zeros(4), block(score(logits[door], action), 2 * door, 4)],
+                {
+                    "turn_index": [0, 1],
+                    "turn_reward": [0.0, gap * door + float(action == door)],
+                    "anchor_obs": [f"door {door}", "room"],
+                },
+            )
+        )
+    return samples
+
+
+def step_method(function, **options):
+    def estimator(index, traj_uid, fields):
+        mask = torch.ones(len(index), 1, dtype=torch.long)
+        episode = np.add.reduceat(fields["turn_reward"], np.arange(0, len(index), 2)).repeat(2)
+        rewards = torch.from_numpy(episode)[:, None]
+        names = ("turn_index", "turn_reward", "anchor_obs")
+        given = {"traj_uid": traj_uid, **{name: fields[name] for name in names}}
+        return function(rewards, mask, index, **given, gamma=1.0, mode="mean_norm", **options)[0]
+
+    return estimator

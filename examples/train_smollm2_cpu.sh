@@ -10,8 +10,8 @@ shift || true
 verl-ext prepare smollm2 --out "$OUT/smollm2"
 
 VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" python -m verl.trainer.main_ppo '+recipe=[trloo,cpu]' \
-    data.train_files="$OUT/smollm2/train.parquet" \
-    data.val_files="$OUT/smollm2/val.parquet" \
+    data.train_files="$OUT/smollm2/data/train.parquet" \
+    data.val_files="$OUT/smollm2/data/val.parquet" \
     actor_rollout_ref.model.path="$OUT/smollm2/model" \
     actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn \
     data.train_batch_size=4 \

@@ -181,6 +181,22 @@ def test_confident_tokens_give_the_exact_epsilon_effect(baseline, holes):
     assert expected.max() < 1.01 and (expected[:, 0] > 1e-3).any()  # epsilon matters here
 
 
+def test_a_confident_row_is_exact_after_energetic_rows_have_ended():
+    # The rows that ended take a weight of about 5 out of the sums of the two that stay, which have about 1e-7 a token.
+    lengths = torch.tensor([5, 4, 9, 9])
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    doubt = torch.where(lengths < 9, 0.9, 3e-4).double()[:, None].expand(4, 9)
+    fields = {
+        "old_log_probs": torch.log1p(-doubt),
+        "sum_pi_squared": (1 - doubt) ** 2 + doubt**2 * torch.tensor([[0.5], [0.5], [1.0], [0.1]]).double(),
+    }
+    rewards = torch.zeros(4, 9)
+    rewards[torch.arange(4), lengths - 1] = torch.tensor([1.0, -3.0, 2.0, 1.0])
+    got, _ = otb_advantage(rewards, mask, ["a"] * 4, **fields)
+    expected = reference(rewards, mask, ["a"] * 4, *fields.values(), "self_inclusive", True)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=2e-6)
+
+
 def test_leave_one_out_survives_very_unequal_weights():
     # The other sample is almost certain (W about 2e-8 a token) beside one of W about 1e4.
     length = 8192

@@ -149,12 +149,12 @@ def hgpo_case(prompts: int, trajectories: int, steps: int, length: int) -> tuple
         part.reshape(-1) for part in np.meshgrid(*map(np.arange, (prompts, trajectories, steps)), indexing="ij")
     )
     places = random.integers(0, 2 + step // 4)
-    observation = np.array([f"You are in room {place} at depth {depth}." for place, depth in zip(places, step)])
+    observation = [f"You are in room {places[row]} at depth {step[row]}." for row in range(rows)]
     batch = make_batch(rows, length)
     fields = {
-        "traj_uid": np.array([f"{p:032x}_{t}" for p, t in zip(prompt, trajectory)], dtype=object),
+        "traj_uid": np.array([f"{prompt[row]:032x}_{trajectory[row]}" for row in range(rows)], dtype=object),
         "turn_index": step,
-        "anchor_obs": observation.astype(object),
+        "anchor_obs": np.array(observation, dtype=object),
         "turn_reward": np.where(step == steps - 1, random.integers(0, 2, rows), 0).astype(np.float64),
         "is_action_valid": random.random(rows) > 0.1,
     }

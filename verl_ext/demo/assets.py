@@ -6,6 +6,7 @@ Imports nothing heavy, so that a cached result is found at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,20 @@ def home() -> Path:
 def say(line: str) -> None:
     """Default progress: one line on stderr, so that stdout stays for results."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the progress bars of transformers, which would stand between our own lines."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def recipe_key(recipe: Mapping[str, Any]) -> str:
@@ -206,7 +221,8 @@ def _prepare(
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         work.chmod(0o755)
-        described_assets = build(work, tell)
+        with quiet_transformers():
+            described_assets = build(work, tell)
         seconds = time.perf_counter() - started
         manifest = {"recipe": described, "seconds": seconds, **described_assets}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -36,6 +36,8 @@ BLOCK_ELEMENTS = 1 << 18
 #: A group of up to this many elements is still one piece, which saves computing its weights twice.
 PIECE_ELEMENTS = 1 << 20
 LOG2_E = 1.0 / math.log(2.0)
+#: Whole numbers below these are exact.
+EXACT_INTEGERS = {torch.float32: 1 << 24, torch.float64: 1 << 53}
 
 
 class TokenFields(NamedTuple):
@@ -200,30 +202,45 @@ def _buffers(device: torch.device) -> _Buffers:
     return _kept.buffers
 
 
-def _energy(
-    fields: TokenFields, energy: torch.Tensor, scratch: torch.Tensor, alive: torch.Tensor, masking: str
+def _weights(
+    fields: TokenFields, weight: torch.Tensor, scratch: torch.Tensor, alive: torch.Tensor, masking: str
 ) -> torch.Tensor:
-    """W_t in `energy`, 0 where `alive` is 0.
+    """w_t in `weight`.
 
     Args:
         fields: rows of the inputs.
-        energy, scratch: [R, T] float64, written.
+        weight, scratch: [R, T] float64, written.
         alive: [R, T] 1 where there is a model token, else 0.
-        masking: of w before the sum: "none" (model tokens come first in each row), "multiply" or "select" (NaN safe).
+        masking: "none", "multiply" or "select" (drops NaN).
     """
     # On a CPU the float64 exp2 takes half the time of exp.
-    torch.exp2(energy.copy_(fields.old_log_probs).mul_(LOG2_E), out=energy)
-    torch.add(scratch.copy_(fields.sum_pi_squared), energy, alpha=-2.0, out=energy).add_(1.0).clamp_(min=0.0)
+    torch.exp2(weight.copy_(fields.old_log_probs).mul_(LOG2_E), out=weight)
+    torch.add(scratch.copy_(fields.sum_pi_squared), weight, alpha=-2.0, out=weight).add_(1.0).clamp_(min=0.0)
     if fields.rollout_is_weights is not None:
         scratch.copy_(fields.rollout_is_weights)
-        energy.mul_(scratch).mul_(scratch)
+        weight.mul_(scratch).mul_(scratch)
     if masking == "select":
-        energy.copy_(torch.where(alive.to(torch.bool), energy, 0.0))
-    if alive.dtype != energy.dtype:
-        alive = scratch.copy_(alive)
-    if masking == "multiply":
-        energy.mul_(alive)
-    return torch.cumsum(energy, -1, out=energy).mul_(alive)
+        weight.copy_(torch.where(alive.to(torch.bool), weight, 0.0))
+    elif masking == "multiply":
+        weight.mul_(alive if alive.dtype == weight.dtype else scratch.copy_(alive))
+    return weight
+
+
+def _prefix(alive: torch.Tensor, length: torch.Tensor, scratch: torch.Tensor) -> bool:
+    """Whether the model tokens of every row are its first columns.
+
+    Args:
+        alive: [R, T] float, 0 or 1.
+        length: [R] its row sums, in its dtype.
+        scratch: [R, T] in the same dtype, written.
+    """
+    columns = alive.shape[1]
+    if columns * (columns - 1) // 2 < EXACT_INTEGERS[alive.dtype]:
+        # Columns 0 to L-1 have the smallest sum that L columns can have, and the sums are exact.
+        moment = torch.mv(alive, torch.arange(columns, dtype=alive.dtype, device=alive.device))
+        return bool((moment == length * (length - 1) / 2).all())
+    # The mask never rises from one column to the next.
+    return bool(torch.sub(alive[:, 1:], alive[:, :-1], out=scratch[:, 1:]).amax() <= 0)
 
 
 def _plain(
@@ -237,7 +254,8 @@ def _plain(
 ) -> bool:
     """The released baseline for the usual block: consecutive rows, groups of one size, no tool tokens, one reward at
     the end of a row. Then G is one number a row, the group sums are a matrix product, and the outputs' own memory
-    serves for everything but W.
+    serves for everything but w. The sum over j <= t of w_j is taken after the sum over the group, which is 8 times
+    smaller for 8 samples: a row leaves the sums after its last token by an entry of minus its total there.
 
     Args:
         members: [R] row numbers, sorted by group.
@@ -247,39 +265,44 @@ def _plain(
         Whether the block is of that kind and its outputs are written.
     """
     where = _where(members, fields.mask.device)
+    if epsilon == 0:
+        return False  # rounding would make weights of groups that have none
     if not isinstance(where, slice) or int(sizes.min()) < max(2, int(sizes.max())):
         return False
     fields = fields.take(where)
     value, togo = (out[where] for out in outputs)
     alive = togo.copy_(fields.mask)
-    length = alive.sum(-1).long()
-    # In a prefix the mask never rises from one column to the next.
-    if alive.shape[1] > 1 and bool(torch.sub(alive[:, 1:], alive[:, :-1], out=value[:, 1:]).amax() > 0):
+    tokens = alive.sum(-1)
+    if not _prefix(alive, tokens, value):
         return False
+    length = tokens.long()
     last = fields.rewards.gather(1, (length - 1).clamp(min=0).unsqueeze(-1)).double()
     rewards = fields.rewards if fields.rewards.dtype == value.dtype else value.copy_(fields.rewards)
     if not bool((torch.abs(rewards, out=value).sum(-1, keepdim=True) == last.abs()).all()):
         return False
     rows, columns = value.shape
     number, size = len(sizes), int(sizes[0])
-    energy, scratch = (buffers.get(name, rows, columns) for name in ("energy", "scratch"))
-    _energy(fields, energy, scratch, alive, "none")
+    weight, scratch = (buffers.get(name, rows, columns) for name in ("energy", "scratch"))
+    _weights(fields, weight, scratch, alive, "multiply")
+    total = weight.sum(-1)
+    short = (length < columns).nonzero().squeeze(-1)
+    weight[short, length[short]] = -total[short]
     coefficients = torch.ones(number, 2, size, dtype=torch.float64, device=value.device)
     coefficients[:, 0] = last.view(number, size)
-    sums = torch.bmm(coefficients, energy.view(number, size, columns))
+    sums = buffers.get("sums", 2 * number, columns).view(number, 2, columns)
+    torch.bmm(coefficients, weight.view(number, size, columns), out=sums)
+    torch.cumsum(sums, -1, out=sums)
     if not bool(torch.isfinite(sums.sum())):
         return False
     baseline = sums[:, 0].div_(sums[:, 1].add_(epsilon))
-    if epsilon == 0:
-        baseline.nan_to_num_(nan=0.0)  # no weight at all
     sorted_length = length.view(number, size).sort(-1).values
     reach = sorted_length[:, -2:-1]  # 0 where only one row has tokens
     if not handle_zero_tail:
         reach = torch.where(reach > 0, columns, 0)
     baseline.mul_(torch.arange(columns, device=value.device) < reach)
     column = last.to(value.dtype)
-    groups = (number, size, columns)
-    torch.sub(column.view(number, size, 1), baseline.to(value.dtype).unsqueeze(1), out=value.view(groups))
+    rounded = buffers.get("baseline", number, columns, value.dtype).copy_(baseline)
+    torch.sub(column.view(number, size, 1), rounded.unsqueeze(1), out=value.view(number, size, columns))
     value.mul_(alive)
     togo.mul_(column)
     return True
@@ -392,8 +415,7 @@ class _Block:
         )
         alive.copy_(fields.mask)
         length = alive.sum(-1)
-        # Model tokens at columns 0 to L-1 have the smallest possible sum of columns.
-        prefix = bool((torch.mv(alive, self.position) == length * (length - 1) / 2).all())
+        prefix = _prefix(alive, length, scratch)
         mask, slot = alive, None
         if self.alignment == "model_tokens" and not prefix:
             fields, slot = self._pack(fields, alive, scratch)
@@ -401,7 +423,9 @@ class _Block:
             alive.copy_(self.position < length.unsqueeze(-1))
             prefix = True
 
-        _energy(fields, energy, scratch, alive, "select" if self.select else "none" if prefix else "multiply")
+        # A prefix needs no masking before the sum.
+        _weights(fields, energy, scratch, alive, "select" if self.select else "none" if prefix else "multiply")
+        torch.cumsum(energy, -1, out=energy).mul_(alive)
         togo = self._reward_to_go(fields.rewards, alive, length, prefix, scratch)
         return Piece(energy, togo, torch.mul(togo, energy, out=product), alive, length, slot, mask)
 

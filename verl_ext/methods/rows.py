@@ -229,11 +229,14 @@ class Rows:
         """
         if isinstance(group_by, str) or "index" not in group_by:
             raise ValueError(f"group_by={group_by!r} must be a list of row fields that contains 'index'")
-        return joint_ids(*(self.ids(name) for name in group_by))
+        ids = [self.ids(name) for name in group_by]
+        varying = [column for column in ids if column.size and column.max() > 0]  # a constant column splits nothing
+        return varying[0] if len(varying) == 1 else joint_ids(*(varying or ids))
 
     def trajectories(self) -> np.ndarray:
         """Trajectory ids, [V] int64, keyed by (index, traj_uid): padding rows may carry another prompt's traj_uid."""
-        return joint_ids(self.ids("index"), self.ids("traj_uid"))
+        trajectory = self.ids("traj_uid")
+        return trajectory if one_row_each(trajectory) else joint_ids(self.ids("index"), trajectory)
 
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
         """Trajectory ids and turn indices, each [V] int64.

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up's parts: what it imitates, how it samples, that it teaches."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl_ext.demo.data import dataset_config, generate
+from verl_ext.demo.model import Codec, conversation, measure, sample, train_tokenizer, warm_up
+from verl_ext.demo.recipes import WarmupRecipe
+from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
+
+CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[dict[str, Any]]:
+    return generate("chain_sum", CONFIG, 512, seed=5, held_out=False)
+
+
+@pytest.fixture(scope="module")
+def codec(entries: list[dict[str, Any]]) -> Codec:
+    return Codec(train_tokenizer([entry["question"] for entry in entries]))
+
+
+def small_model(codec: Codec) -> LlamaForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(codec.tokenizer),
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                initializer_range=0.05,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=codec.end_id,
+                pad_token_id=codec.pad_id,
+            )
+        )
+
+
+def tasks_of(entries: list[dict[str, Any]]) -> list[ReasoningGymTask]:
+    return [ReasoningGymTask("chain_sum", dataset_config(CONFIG, 0, 1), entry) for entry in entries]
+
+
+def test_conversation_marks_answers_and_heeds_feedback(codec: Codec, entries: list[dict[str, Any]]) -> None:
+    rng = random.Random(0)
+    lengths = set()
+    for task in tasks_of(entries[:200]):
+        truth = int(task.entry["answer"])
+        ids, mask = conversation(task, codec, rng, guesses=range(-9, 19), guess_share=0.7, max_turns=3)
+        assert len(ids) == len(mask)
+        marked = [i for i, m in zip(ids, mask, strict=True) if m]
+        answers = [int(text) for text in codec.tokenizer.decode(marked).split("<|im_end|>")[:-1]]
+        text = codec.tokenizer.decode(ids)
+        lengths.add(len(answers))
+        assert all(answer != truth for answer in answers[:-1])  # it ends with the first right answer
+        assert text.count("Too low.") == sum(answer < truth for answer in answers[:-1])
+        assert text.count("Too high.") == sum(answer > truth for answer in answers[:-1])
+        for before, after in zip(answers, answers[1:], strict=False):
+            assert (after > before) == (before < truth)
+    assert lengths == {1, 2, 3}
+
+
+def test_sampling_does_not_depend_on_the_company_in_the_batch(codec: Codec) -> None:
+    model = small_model(codec)
+    prompts = [codec.user(text) for text in ("1 + 2 =", "State the final answer to the following: 3 - 4 =", "7")]
+    together = sample(model, prompts, codec, generator=None)
+    alone = [sample(model, [prompt], codec, generator=None)[0] for prompt in prompts]
+    assert together == alone
+    assert all(codec.end_id not in response[:-1] and 1 <= len(response) <= 8 for response in together)
+
+
+def test_warm_up_teaches(codec: Codec, entries: list[dict[str, Any]]) -> None:
+    model = small_model(codec)
+    tasks = tasks_of(entries[:128])
+    before = measure(model, codec, tasks, 3, seed=1)
+    recipe = WarmupRecipe(
+        config=CONFIG,
+        batch_size=96,
+        skill_steps=60,
+        dialogue_steps=10,
+        max_dialogue_steps=10,
+        success_range=(0.0, 1.0),
+        valid_target=0.0,
+        eval_size=64,
+        eval_every=10,
+    )
+    lines: list[str] = []
+    measured = warm_up(model, codec, entries, recipe, 0, lines.append)
+    after = measure(model, codec, tasks, 3, seed=1)
+    assert before.any_turn < 0.05 and before.valid < 0.2
+    assert after.first_turn > 0.2 and after.valid > 0.8
+    assert after.any_turn >= after.first_turn
+    assert measured["steps"] <= 70 and lines

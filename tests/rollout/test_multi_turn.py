@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multi-turn loop, its verifier and tokenizer real, the engine's answers scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, _agent_loop_registry
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.demo.model import train_tokenizer
+from verl_ext.rollout.multi_turn import AGENT_NAME, MultiTurnOptions, MultiTurnVerifierLoop, turn_rewards
+from verl_ext.rollout.reasoning_gym_task import FEEDBACK, Verdict, load_dataset
+
+QUESTION = "State the final answer to the following arithmetic problem: 3 + 9 ="
+CONFIG_JSON = json.dumps({"seed": 0, "size": 1})
+ENTRY = {"question": QUESTION, "answer": "12", "metadata": {}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer([QUESTION] * 64)
+
+
+class ScriptedEngine:
+    """Answers with the given texts in turn, as a server would, and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], log_probs: bool = True, end: bool = True) -> None:
+        self.tokenizer, self.texts, self.log_probs, self.end = tokenizer, list(texts), log_probs, end
+        self.requests: list[dict[str, Any]] = []
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **kwargs: Any) -> Any:
+        text = self.texts[len(self.requests)]
+        self.requests.append({"request_id": request_id, "prompt_ids": prompt_ids, **kwargs})
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = [*ids, self.tokenizer.eos_token_id] if self.end else ids
+        steps = {"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7}
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=[-0.1 * (i + 1) for i in range(len(ids))] if self.log_probs else None,
+            extra_fields=steps,
+        )
+
+
+def play(
+    tokenizer: Any,
+    texts: list[str],
+    *,
+    options: dict[str, Any] | None = None,
+    prompt_length: int = 128,
+    response_length: int = 8,
+    full_determinism: bool = False,
+    row: dict[str, Any] | None = None,
+    **engine: Any,
+) -> tuple[list[AgentLoopOutput], ScriptedEngine]:
+    """One trajectory, the loop made as verl makes it."""
+    rollout: dict[str, Any] = {
+        "prompt_length": prompt_length,
+        "response_length": response_length,
+        "full_determinism": full_determinism,
+    }
+    if options is not None:
+        rollout["custom"] = {"multi_turn": options}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    server = ScriptedEngine(tokenizer, texts, **engine)
+    columns = {
+        "raw_prompt": [{"role": "user", "content": QUESTION}],
+        "extra_info": {
+            "dataset": "chain_sum",
+            "config_json": CONFIG_JSON,
+            "entry_json": json.dumps(ENTRY),
+            "parser": "strict",
+        },
+        "index": 4,
+        "session_id": 2,
+        **(row or {}),
+    }
+
+    async def run() -> list[AgentLoopOutput]:
+        loop = hydra.utils.instantiate(
+            config=_agent_loop_registry[AGENT_NAME],
+            trainer_config=DictConfigWrap(config),
+            server_manager=server,
+            tokenizer=tokenizer,
+            processor=None,
+            hf_model_type="llama",
+            dataset_cls=RLHFDataset,
+            data_config=DictConfigWrap(config.data),
+        )
+        assert isinstance(loop, MultiTurnVerifierLoop)
+        return await loop.run({"temperature": 1.0}, **columns)
+
+    return asyncio.run(run()), server
+
+
+def fields(rows: list[AgentLoopOutput], name: str) -> list[Any]:
+    return [row.extra_fields[name] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("texts", "rewards", "acc", "reason"),
+    [
+        (["12"], [1.0], 1.0, "solved"),
+        (["11", "12"], [0.0, 1.0], 1.0, "solved"),
+        (["11", "13", "12"], [0.0, 0.0, 1.0], 1.0, "solved"),
+        (["11", "13", "10"], [0.0, 0.0, 0.0], 0.0, "max_turns"),
+    ],
+)
+def test_stops_when_right(tokenizer: Any, texts: list[str], rewards: list[float], acc: float, reason: str) -> None:
+    rows, server = play(tokenizer, texts)
+    assert len(rows) == len(server.requests) == len(texts)
+    assert fields(rows, "turn_reward") == rewards
+    assert [row.reward_score for row in rows] == [acc] * len(rows)
+    assert set(fields(rows, "stop_reason")) == {reason}
+    assert [row.num_turns for row in rows] == [2 * (k + 1) for k in range(len(rows))]
+    info = rows[-1].extra_fields["reward_extra_info"]
+    assert info == {
+        "acc": acc,
+        "first_turn_acc": float(texts[0] == "12"),
+        "turns": float(len(texts)),
+        "valid_share": 1.0,
+        "overlong": 0.0,
+        "verifier_error": 0.0,
+    }
+    assert all(type(value) is float for value in info.values())
+
+
+def test_row_fields(tokenizer: Any) -> None:
+    rows, _ = play(tokenizer, ["11", "x", "12"], options={"agent_id": "prover"})
+    assert fields(rows, "agent_id") == ["prover"] * 3
+    assert fields(rows, "is_action_valid") == [True, False, True]
+    assert fields(rows, "anchor_obs") == [QUESTION, f"{QUESTION}\nToo low.", f"{QUESTION}\nNot a number."]
+    assert fields(rows, "max_global_steps") == [7, 7, 7]
+    assert rows[0].extra_fields["reward_extra_info"]["valid_share"] == pytest.approx(2 / 3)
+    assert all(type(x) is float for x in fields(rows, "turn_reward"))
+    assert all(type(x) is bool for x in fields(rows, "is_action_valid"))
+
+
+def test_tokens_in_tokens_out(tokenizer: Any) -> None:
+    rows, server = play(tokenizer, ["11", "13", "12"])
+    for before, after in zip(rows, rows[1:], strict=False):
+        so_far = before.prompt_ids + before.response_ids
+        assert after.prompt_ids[: len(so_far)] == so_far
+    for row, request in zip(rows, server.requests, strict=True):
+        assert request["prompt_ids"] == row.prompt_ids
+        assert row.response_mask == [1] * len(row.response_ids)
+        assert row.response_logprobs == pytest.approx([-0.1 * (i + 1) for i in range(len(row.response_ids))])
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "11"},
+        {"role": "user", "content": "Too low."},
+        {"role": "assistant", "content": "13"},
+        {"role": "user", "content": "Too high."},
+    ]
+    assert rows[-1].prompt_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert len({request["request_id"] for request in server.requests}) == 1
+
+
+def test_response_cut_before_its_end_is_closed_in_the_next_prompt(tokenizer: Any) -> None:
+    rows, _ = play(tokenizer, ["1111", "12"], response_length=2, end=False, options={"max_turns": 2})
+    assert tokenizer.decode(rows[0].response_ids) == "11"
+    assert len(rows[0].response_logprobs or []) == 2
+    added = rows[1].prompt_ids[len(rows[0].prompt_ids) + 2 :]
+    assert tokenizer.decode(added) == "<|im_end|>\n<|im_start|>user\nToo low.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_rows_become_columns_as_verl_makes_them(tokenizer: Any) -> None:
+    for log_probs in (True, False):
+        rows, _ = play(tokenizer, ["11", "12"], log_probs=log_probs)
+        columns = list_of_dict_to_tensordict([row.as_dict() for row in rows])
+        assert ("rollout_log_probs" in columns) == log_probs
+        scores = [column.tolist() for column in columns["rm_scores"].unbind()]
+        assert [sum(score) for score in scores] == [1.0, 1.0]
+        assert [score[-1] for score in scores] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "outcome"),
+    [("success", [0.0, 0.0, 1.0], 1.0), ("improvement", [2 / 3, 0.0, 1 / 3], 1.0), ("score", [2 / 3, 0.0, 1.0], 1.0)],
+)
+def test_turn_reward_kinds(tokenizer: Any, kind: str, rewards: list[float], outcome: float) -> None:
+    # The verifier gives 2/3 to "112", which contains the answer.
+    rows, _ = play(tokenizer, ["112", "x", "12"], options={"turn_reward": kind})
+    assert fields(rows, "turn_reward") == pytest.approx(rewards)
+    assert fields(rows, "turn_score") == pytest.approx([2 / 3, 0.0, 1.0])
+    assert rows[-1].reward_score == pytest.approx(outcome)
+
+
+def test_unsolved_outcomes() -> None:
+    verdicts = [Verdict(0.6, False, "a", "Wrong."), None, Verdict(0.2, False, "b", "Wrong.")]
+    assert turn_rewards(verdicts, "success") == [0.0, 0.0, 0.0]
+    assert turn_rewards(verdicts, "improvement") == [0.6, 0.0, 0.0]
+    assert turn_rewards(verdicts, "score") == [0.6, 0.0, 0.2]
+
+
+def test_overlong_later_prompt_ends_the_trajectory(tokenizer: Any) -> None:
+    (first, *_), _ = play(tokenizer, ["11", "13", "10"])
+    limit = len(first.prompt_ids)
+    rows, server = play(tokenizer, ["11", "12"], prompt_length=limit)
+    assert len(rows) == len(server.requests) == 1
+    assert rows[0].extra_fields["stop_reason"] == "overlong_prompt"
+    assert f"> rollout.prompt_length={limit}" in rows[0].extra_fields["stop_detail"]
+    assert rows[0].extra_fields["reward_extra_info"]["overlong"] == 1.0
+    assert rows[0].reward_score == 0.0
+
+
+def test_overlong_first_prompt_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"row index=4 has \d+ tokens, more than rollout.prompt_length=5"):
+        play(tokenizer, ["12"], prompt_length=5)
+
+
+def test_verifier_that_raises_ends_its_trajectory(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load_dataset("chain_sum", CONFIG_JSON)
+    real = dataset.score_answer
+
+    def score_answer(answer: str, entry: dict[str, Any]) -> float:
+        if answer == "13":
+            raise ZeroDivisionError("in the verifier")
+        return real(answer, entry)
+
+    monkeypatch.setattr(dataset, "score_answer", score_answer)
+    rows, server = play(tokenizer, ["11", "13", "12"])
+    assert len(rows) == len(server.requests) == 2
+    assert fields(rows, "turn_reward") == [0.0, 0.0]
+    assert fields(rows, "is_action_valid") == [True, False]
+    assert set(fields(rows, "stop_reason")) == {"verifier_error"}
+    assert set(fields(rows, "stop_detail")) == {"ZeroDivisionError: in the verifier"}
+    assert rows[-1].extra_fields["reward_extra_info"]["verifier_error"] == 1.0
+    assert rows[-1].reward_score == 0.0
+
+
+def test_verifier_that_hangs_ends_its_trajectory(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load_dataset("chain_sum", CONFIG_JSON)
+    monkeypatch.setattr(dataset, "score_answer", lambda answer, entry: time.sleep(0.5) or 1.0)
+    rows, _ = play(tokenizer, ["12"], options={"verifier_timeout_s": 0.05})
+    assert fields(rows, "stop_reason") == ["verifier_timeout"]
+    assert fields(rows, "turn_reward") == [0.0]
+
+
+def test_engine_that_returns_nothing(tokenizer: Any) -> None:
+    with pytest.raises(RuntimeError, match="returned no token for row index=4"):
+        play(tokenizer, [""], end=False)
+    rows, _ = play(tokenizer, ["11", ""], end=False)
+    assert len(rows) == 1 and rows[0].extra_fields["stop_reason"] == "empty_response"
+
+
+def test_deterministic_request_ids(tokenizer: Any) -> None:
+    _, server = play(tokenizer, ["11", "12"], full_determinism=True, row={"priority": 9})
+    assert {request["request_id"] for request in server.requests} == {"det-9-2"}
+    assert {request["priority"] for request in server.requests} == {9}
+
+
+def test_row_without_a_task_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="extra_info lacks dataset"):
+        play(tokenizer, ["12"], row={"extra_info": {}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turn": 2}, r"unknown key actor_rollout_ref.rollout.custom.multi_turn.max_turn; known keys: .*max_turns"),
+        ({"max_turns": 0}, "max_turns=0: expected an integer >= 1"),
+        ({"max_turns": True}, "max_turns=True"),
+        ({"turn_reward": "mood"}, "turn_reward='mood': expected one of"),
+        ({"success_threshold": 0.0}, r"success_threshold=0.0: expected a number in \(0, 1\]"),
+        ({"verifier_timeout_s": 0}, "verifier_timeout_s=0: expected seconds > 0"),
+    ],
+)
+def test_bad_options_are_named(tokenizer: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        play(tokenizer, ["12"], options=options)
+
+
+def test_defaults_without_a_custom_section() -> None:
+    for rollout in ({}, {"custom": None}, {"custom": {"other": 1}}):
+        assert MultiTurnOptions.from_rollout_config(OmegaConf.create(rollout)) == MultiTurnOptions()
+
+
+def test_every_feedback_can_be_appended(tokenizer: Any) -> None:
+    # Feedback that the chat template can't append would end every trajectory with an error.
+    for text in FEEDBACK:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

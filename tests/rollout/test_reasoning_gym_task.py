@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsing, scoring and feedback, with reasoning-gym's own verifiers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from verl_ext.rollout.reasoning_gym_task import FEEDBACK, PARSERS, ReasoningGymTask, load_dataset
+
+
+def task(answer: str = "12", parser: str = "strict", dataset: str = "chain_sum", **kwargs: Any) -> ReasoningGymTask:
+    entry = {"question": "3 + 9 =", "answer": answer, "metadata": {}}
+    return ReasoningGymTask(dataset, json.dumps({"seed": 0, "size": 1}), entry, parser, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("text", "solved", "feedback"),
+    [
+        ("12", True, "Right."),
+        (" 12\n", True, "Right."),
+        ("+12.0", True, "Right."),
+        ("11", False, "Too low."),
+        ("-12", False, "Too low."),
+        ("13", False, "Too high."),
+        ("1,200", False, "Too high."),
+        ("twelve", False, "Not a number."),
+        ("12 34", False, "Not a number."),
+        ("the answer is 12", False, "Not a number."),
+        ("", False, "No answer."),
+        ("  \n", False, "No answer."),
+    ],
+)
+def test_strict_number(text: str, solved: bool, feedback: str) -> None:
+    verdict = task().judge(text)
+    assert (verdict.solved, verdict.feedback) == (solved, feedback)
+    assert (verdict.parsed is None) == (feedback in ("Not a number.", "No answer."))
+    assert verdict.feedback in FEEDBACK
+
+
+def test_last_number_of_the_first_line() -> None:
+    lenient = task(parser="last_number")
+    assert lenient.judge("3 + 9 = 12.\nSo 13").solved
+    assert lenient.judge("\n it is 12, yes").solved
+    assert lenient.judge("it is 13").feedback == "Too high."
+    assert lenient.judge("no idea").feedback == "Not a number."
+
+
+def test_part_of_the_score_is_not_success() -> None:
+    # The verifier gives 2/3 to "112" because it contains "12".
+    verdict = task().judge("112")
+    assert verdict.score == pytest.approx(2 / 3)
+    assert not verdict.solved and verdict.feedback == "Too high."
+    assert task(success_threshold=0.5).judge("112").solved
+
+
+def test_answers_that_are_no_numbers() -> None:
+    words = ReasoningGymTask(
+        "spell_backward",
+        json.dumps({"seed": 0, "size": 1}),
+        {"question": "Spell dog backward", "answer": "god", "metadata": {"word": "dog", "word_len": 3}},
+    )
+    assert words.judge("god").solved
+    assert words.judge("dog").feedback == "Wrong."
+    assert words.judge("").feedback == "No answer."
+
+
+def test_rows_are_read_from_extra_info() -> None:
+    info = {"dataset": "chain_sum", "config_json": '{"seed": 1}', "entry_json": '{"question": "q", "answer": "1"}'}
+    read = ReasoningGymTask.from_extra_info({**info, "parser": None})
+    assert read.question == "q" and read.parser == "strict"
+    with pytest.raises(ValueError, match="extra_info lacks dataset, config_json, entry_json"):
+        ReasoningGymTask.from_extra_info(None)
+    with pytest.raises(ValueError, match="extra_info lacks entry_json"):
+        ReasoningGymTask.from_extra_info({**info, "entry_json": ""})
+    with pytest.raises(ValueError, match="entry_json is not valid JSON"):
+        ReasoningGymTask.from_extra_info({**info, "entry_json": "{"})
+    with pytest.raises(ValueError, match=f"unknown; use one of {sorted(PARSERS)!r}".replace("[", r"\[")):
+        ReasoningGymTask.from_extra_info({**info, "parser": "telepathy"})
+
+
+def test_unknown_dataset_and_bad_configuration_are_named() -> None:
+    with pytest.raises(ValueError, match="'chain_of_fools'"):
+        load_dataset("chain_of_fools", "{}")
+    with pytest.raises(ValueError, match="chain_sum.*min_turms"):
+        load_dataset("chain_sum", '{"min_turms": 2}')
+
+
+def test_scores_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load_dataset("chain_sum", json.dumps({"seed": 0, "size": 1}))
+    for score in (float("nan"), -0.5, 1.5):
+        monkeypatch.setattr(type(dataset), "score_answer", lambda self, answer, entry, score=score: score)
+        with pytest.raises(ValueError, match="expected a number in"):
+            task().judge("12")

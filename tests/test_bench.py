@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the estimators runs and reports, and the page `examples/truth` states what its numbers say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl_ext import cli
+from verl_ext.bench import advantages
+from verl_ext.bench._memory import GROUP, TURN, make_batch
+
+TRUTH = Path(__file__).resolve().parents[1] / "examples" / "truth"
+
+FIGURES = (
+    "otb_speedup_vs_verl",
+    "otb_speedup_vs_verl_long_rows",
+    "otb_speedup_vs_verl_tool_tokens",
+    "otb_leave_one_out_speedup_vs_verl",
+    "trloo_vs_rloo_vectorized",
+    "trloo_token_rewards_vs_rloo_vectorized",
+    "dr_mas_vs_rloo_vectorized",
+    "trloo_vs_rloo_vectorized_long_rows",
+    "dr_mas_vs_rloo_vectorized_long_rows",
+    "hgpo_6400x512_seconds",
+    "kpo_vs_vanilla",
+    "growth_exponent",
+    "memory_exponent",
+)
+
+
+@pytest.mark.slow
+def test_the_last_line_of_the_benchmark_is_one_json_object() -> None:
+    command = [sys.executable, "-m", "verl_ext.cli", "bench", "advantages", "--quick", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in FIGURES:
+        assert math.isfinite(found[name]) and found[name] > 0, name
+    # Memory does not depend on the machine's load: one extra [B, T] tensor beyond the outputs at most.
+    assert found["max_extra_bt_tensors"] <= 1.0
+    assert found["threads"] == 1 and found["quick"] is True
+    assert "ours/verl" in done.stdout and "kpo against vanilla" in done.stdout
+
+
+def test_the_benchmark_refuses_no_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "advantages", "--threads", "0"])
+    assert "--threads 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_slope_finds_the_exponent() -> None:
+    tokens = [1e5, 1e6, 1e7]
+    assert advantages.slope(tokens, [3e-9 * n**1.5 for n in tokens]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_the_benchmark_batch_is_what_its_docstring_says(tools: bool) -> None:
+    batch = make_batch(4 * GROUP, 1024, tools=tools)
+    last = 1023 - batch.mask.flip(-1).argmax(-1)
+    assert (batch.rewards.sum(-1).numpy() == batch.turn_reward).all() and 0 < batch.turn_reward.mean() < 1
+    assert torch.equal(batch.rewards.gather(1, last[:, None])[:, 0], batch.rewards.sum(-1))
+    assert bool((batch.mask[:, :TURN].sum(-1) == (last + 1).clamp(max=TURN)).all())
+    assert bool((batch.mask.sum(-1) < last + 1).any()) is tools
+    assert [list(batch.index).count(uid) for uid in dict.fromkeys(batch.index)] == [GROUP] * 4
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, Any]:
+    sys.path.insert(0, str(TRUTH))
+    try:
+        return importlib.import_module("make").numbers()
+    finally:
+        sys.path.remove(str(TRUTH))
+
+
+def test_leave_one_out_is_unbiased_and_the_mean_shrinks(numbers: dict[str, Any]) -> None:
+    found = numbers["leave_one_out"]
+    np.testing.assert_allclose(found["trloo"], 1.0, atol=1e-6)
+    np.testing.assert_allclose(found["mean"], [1 - 1 / n for n in found["sizes"]], atol=1e-6)
+    np.testing.assert_allclose(found["early_trloo"], 1.0, atol=1e-6)
+    first, second = np.array(found["early_mean"]).T
+    np.testing.assert_allclose(first, [1 - 1 / n for n in found["early_sizes"]], atol=1e-5)
+    assert (np.abs(first - second) > 0.02).all()
+
+
+def test_agents_keep_their_share_under_agent_wise_statistics_only(numbers: dict[str, Any]) -> None:
+    found = numbers["agents"]
+    np.testing.assert_allclose(found["agent_share"], 0.5, atol=1e-4)
+    assert found["global_rows_share"][0] == pytest.approx(0.5, abs=1e-4)
+    assert max(found["global_rows_share"][2:]) < 0.2
+    np.testing.assert_allclose(found["agent_noise"], found["agent_noise"][0], rtol=1e-3)
+    # Common statistics are the better ones without an offset and far worse with a large one.
+    assert found["global_rows_noise"][0] < found["agent_noise"][0] < 0.01 * found["global_rows_noise"][-1]
+
+
+def test_token_baseline_bias_and_variance(numbers: dict[str, Any]) -> None:
+    found = numbers["token_baseline"]
+    at = found["sizes"].index(4)
+    ratio = {}
+    for problem in found["problems"]:
+        for method in ("leave_one_out", "mean"):
+            assert max(found[problem][method]["bias"]) < 1e-5
+        bias = found[problem]["self_inclusive"]["bias"]
+        assert bias == sorted(bias, reverse=True) and bias[at] > 0.2
+        for method in ("leave_one_out", "self_inclusive"):
+            ratio[problem, method] = found[problem][method]["variance"][at] / found[problem]["mean"]["variance"][at]
+    assert ratio["equal energy", "leave_one_out"] == pytest.approx(1.0, rel=1e-4)
+    assert ratio["stop or go on", "leave_one_out"] < 0.75
+    for problem in ("ragged", "confident", "rare answer"):
+        assert ratio[problem, "leave_one_out"] > 1.0
+    assert ratio["rare answer", "self_inclusive"] > 1.5
+
+
+def test_histories_buy_variance_at_the_cost_of_direction(numbers: dict[str, Any]) -> None:
+    found = numbers["histories"]
+    sizes = found["sizes"]
+    np.testing.assert_allclose(found["gigpo, gap 5"]["along"], [2 * (1 - 1 / n) for n in sizes], rtol=1e-4)
+    for name in ("gigpo", "hgpo K=0"):
+        np.testing.assert_allclose(found[f"{name}, gap 5"]["cosine"], 1.0, atol=1e-6)
+    for name in ("hgpo K=1", "finest level"):
+        np.testing.assert_allclose(found[f"{name}, gap 0"]["cosine"], 1.0, atol=1e-3)
+        assert found[f"{name}, gap 5"]["variance"][-1] < 0.9 * found["gigpo, gap 5"]["variance"][-1]
+    assert found["finest level, gap 5"]["cosine"][-1] < found["hgpo K=1, gap 5"]["cosine"][-1] < 0.97
+
+
+def test_the_page_holds_the_numbers_of_the_script(numbers: dict[str, Any]) -> None:
+    stored = json.loads((TRUTH / "numbers.json").read_text(encoding="utf-8"))
+
+    def same(a: Any, b: Any) -> None:
+        if isinstance(a, dict):
+            assert a.keys() == b.keys()
+            for key in a:
+                same(a[key], b[key])
+        elif isinstance(a, list) and a and not isinstance(a[0], str):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+        else:
+            assert a == b
+
+    same(numbers, stored)
+    for name in ("leave_one_out", "agents", "token_baseline", "histories"):
+        assert f"({name}.png)" in (TRUTH / "README.md").read_text(encoding="utf-8")
+        assert (TRUTH / f"{name}.png").stat().st_size < 150_000

@@ -34,16 +34,13 @@ class Settings:
         prompts: prompts a step.
         samples: rollouts a prompt.
         learning_rate: of AdamW.
-        prompt_length, response_length: tokens; a response is one turn's answer.
         val_every: steps between two validations.
         save_every: steps between two checkpoints.
     """
 
     prompts: int = 16
     samples: int = 8
-    learning_rate: float = 1e-3
-    prompt_length: int = 256
-    response_length: int = 16
+    learning_rate: float = 3e-4
     val_every: int = 10
     save_every: int = 10
 
@@ -57,8 +54,8 @@ def overrides(recipes: Sequence[str], assets: Any, out: Path, steps: int, seed: 
         f"actor_rollout_ref.model.path={assets.model_path}",
         f"data.train_batch_size={settings.prompts}",
         f"data.seed={seed}",
-        f"data.max_prompt_length={settings.prompt_length}",
-        f"data.max_response_length={settings.response_length}",
+        f"data.max_prompt_length={assets.prompt_length}",
+        f"data.max_response_length={assets.response_length}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={assets.agent_loop}",
         f"actor_rollout_ref.rollout.n={settings.samples}",
         f"actor_rollout_ref.rollout.seed={seed}",

@@ -64,15 +64,21 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
 def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
     """Row score S_i: the sum of a row's token rewards over the whole row, [B] float64.
 
-    The mask plays no part: a rejected row has an all-zero mask and keeps its score. The sum is taken in float64 over
-    blocks of rows, so no float64 copy of the whole tensor is made.
+    The mask plays no part: a rejected row has an all-zero mask and keeps its score. A row with one reward (the usual
+    case: its sum is its largest or smallest entry, and no entry has the other sign) needs no sum in float64; the others
+    are summed in float64 over blocks of rows, so no float64 copy of the whole tensor is made.
     """
     rewards = token_level_rewards.detach()
     batch, length = rewards.shape
-    scores = torch.zeros(batch, dtype=torch.float64, device=rewards.device)
-    step = max(1, BLOCK_ELEMENTS // max(1, length))
-    for start in range(0, batch, step):
-        scores[start : start + step] = rewards[start : start + step].to(torch.float64).sum(dim=-1)
+    if batch == 0 or length == 0:
+        return np.zeros(batch)
+    single, high, low = rewards.sum(-1), rewards.amax(-1), rewards.amin(-1)
+    scores = single.to(torch.float64)
+    several = torch.nonzero(~(((single == high) & (low >= 0)) | ((single == low) & (high <= 0)))).squeeze(-1)
+    step = max(1, BLOCK_ELEMENTS // length)
+    for start in range(0, len(several), step):
+        rows = several[start : start + step]
+        scores[rows] = rewards[rows].to(torch.float64).sum(dim=-1)
     return scores.cpu().numpy()
 
 

@@ -8,7 +8,10 @@ forward-only models, flash attention for the critic, and FSDP1's start-up broadc
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch
 
 from verl_ext.integration import wraps
 
@@ -35,10 +38,31 @@ def _unpinned(original: Any) -> Any:
     return policy
 
 
+def training_threads() -> int:
+    """Threads for one training process: its share of the cores, since rollouts and training take turns.
+
+    ``VERL_EXT_TRAINING_THREADS`` sets another number.
+
+    Raises:
+        ValueError: the variable is not a whole number of at least 1.
+    """
+    given = os.environ.get("VERL_EXT_TRAINING_THREADS")
+    if given:
+        if not given.isdigit() or int(given) < 1:
+            raise ValueError(f"VERL_EXT_TRAINING_THREADS is {given!r}; give a whole number of at least 1.")
+        return int(given)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
 class CpuFsdpMixin:
     """What an FSDP engine of verl needs to run on the host CPU."""
 
     engine_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch.set_num_threads(training_threads())
+        super().__init__(*args, **kwargs)
 
     def _build_module(self) -> Any:
         with wraps.replaced(wraps.VALUE_HEAD, _load_value_model):

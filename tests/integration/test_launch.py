@@ -180,3 +180,20 @@ def test_plugin_that_breaks_leaves_stock_verl_alone(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise ImportError('no wrapt today')\n")
     done = main_ppo("--cfg=job", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and "adv_estimator: gae" in done.stdout
+
+
+def test_unsupported_verl_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another verl: one line on stderr, remembered, and nothing raised in a run that is not ours."""
+    from verl_ext import plugin
+
+    monkeypatch.setattr(verl, "__version__", "0.10.0")
+    monkeypatch.setattr(plugin, "_failures", {})
+    monkeypatch.setattr(sys, "argv", ["main_ppo"])
+    plugin._guard("checking the version of verl", plugin._check_version)
+    error = capsys.readouterr().err
+    assert "verl 0.10.0 is installed; verl_ext supports verl>=0.9.1,<0.10" in error and error.count("\n") == 1
+    with pytest.raises(plugin.PluginError, match="only partly loaded"):
+        plugin.require()
+    monkeypatch.setenv(plugin.STRICT, "1")
+    with pytest.raises(ImportError):
+        plugin._guard("checking the version of verl", plugin._check_version)

@@ -23,7 +23,7 @@ from typing import Any
 
 from verl_ext.demo.curve import Point, draw, read_metrics
 
-DEFAULT_STEPS = 40
+DEFAULT_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
     """
 
     prompts: int = 16
-    samples: int = 8
+    samples: int = 4
     learning_rate: float = 3e-4
     val_every: int = 10
     save_every: int = 10
@@ -174,7 +174,11 @@ def _as_interrupt(*_: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the trainer end if this process is killed outright: two trainers must never share a run folder."""
+    """Have the trainer end if this process is killed outright: two trainers must never share a run folder.
+
+    And have it hear an interrupt: a shell starts background jobs with SIGINT ignored, which children inherit.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         import ctypes
 

@@ -29,6 +29,23 @@ from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 
 logger = logging.getLogger(__name__)
 
+
+class _Once(logging.Filter):
+    """Lets each message through once. verl makes a loop object, and says what it chose, for every trajectory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._said
+        self._said.add(message)
+        return new
+
+
+logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(_Once())
+
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
 OPTIONS_KEY = "actor_rollout_ref.rollout.custom.multi_turn"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl-ext demo` as a person would run it: what it writes, and that the same command goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import Run
+
+pytestmark = pytest.mark.e2e
+
+
+def demo(out: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    small = ["actor_rollout_ref.rollout.n=2", "trainer.save_freq=1"]
+    said = demo(out, "--steps", "2", *small)
+    assert "python -m verl.trainer.main_ppo '+recipe=[trloo,cpu]'" in said
+    assert "step 2/2" in said and said.splitlines()[-1].startswith("reward a trajectory: ")
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "log.txt", "command.txt"):
+        assert (out / name).stat().st_size > 0, name
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "rollouts" / "1.jsonl").exists() and (out / "rows" / "2.jsonl").exists()
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["recipes"] == ["trloo"] and 0 <= summary["val_before"] <= 1
+    assert summary["rollout_vs_trainer_prob_diff_max"] < 1e-4
+    first = Run(out, 0, 0.0).metrics
+
+    demo(out, "--steps", "3", *small)
+    metrics = Run(out, 0, 0.0).metrics
+    assert sorted(metrics) == [0, 1, 2, 3]
+    assert metrics[1]["actor/grad_norm"] == first[1]["actor/grad_norm"]
+    rows = [json.loads(line) for line in (out / "rows" / "3.jsonl").read_text().splitlines()]
+    assert {row["turn_index"] for row in rows} == {0, 1, 2} and {row["agent_id"] for row in rows} == {"solver"}
+    trajectories: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        trajectories.setdefault(row["traj_uid"], []).append(row)
+    # Ragged: a right answer ends the trajectory, and only its turn is rewarded.
+    for turns in trajectories.values():
+        rewards = [turn["turn_reward"] for turn in turns]
+        assert all(reward == 0 for reward in rewards[:-1]) and (rewards[-1] == 1 or len(rewards) == 3)

@@ -113,3 +113,70 @@ def test_changed_verl_is_named() -> None:
 def test_every_wrap_finds_its_target(name: str) -> None:
     target = getattr(wraps, name)
     assert target.resolve() is not None and target.written_for.startswith("verl 0.9.1") and target.reason
+
+
+def verl_batch(sessions: int = 4, outputs: int = 2, length: int = 3) -> tuple[Any, list[str]]:
+    """One prompt, several samples of several outputs, as V1 hands them to the advantage computation."""
+    from verl import DataProto
+
+    keys = [f"u_{session}_{output}" for session in range(sessions) for output in range(outputs)]
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.zeros(len(keys), length)
+    rewards[:, -1] = torch.rand(len(keys), generator=generator)
+    batch = DataProto.from_dict(
+        tensors={
+            "token_level_scores": rewards,
+            "token_level_rewards": rewards.clone(),
+            "response_mask": torch.ones(len(keys), length),
+        },
+        non_tensors={"uid": np.array(["u"] * len(keys), dtype=object)},
+    )
+    return batch, keys
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "trloo"])
+def test_mixture_of_one_in_the_trainer_is_what_verl_would_compute(name: str) -> None:
+    """For GRPO, V1 compares the last outputs of the sessions and broadcasts; a mixture of GRPO alone must too."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    config = OmegaConf.create(
+        {"adv_estimator": name, "gamma": 1.0, "mix": {name: 1.0}, "norm_adv_by_std_in_grpo": True}
+    )
+
+    class Verl:
+        """Stands for the trainer above the mixin: it makes the one call that the mixin wraps."""
+
+        def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            data, keys = verl_batch()
+            return trainer_base.compute_advantage_for_multi_trajectories(
+                data, batch_keys=keys, adv_estimator=self.asked, config=config, norm_adv_by_std_in_grpo=True
+            )
+
+    class Trainer(VerlExtTrainer, Verl):
+        def __init__(self, asked: str) -> None:
+            self.asked, self._verl_ext, self._needs, self._variance_batch = asked, True, set(), None
+            self.config = OmegaConf.create({"verl_ext": {}})
+
+        def _active_batch(self, batch: Any) -> columns.ActiveBatch:
+            _, keys = verl_batch()
+            found, missing = columns.row_fields(keys, [{}] * len(keys), [{"turn_reward": 0.1 * i} for i in range(8)])
+            return columns.ActiveBatch(columns=found, missing=missing)
+
+        def _completeness(self, batch: Any) -> dict[str, float]:
+            return {}
+
+    metrics: dict[str, Any] = {}
+    mixed = Trainer("mix")._compute_advantage(None, metrics).batch
+    plain = (Trainer(name)._compute_advantage(None, {}) if name == "trloo" else plain_verl(name, config)).batch
+    assert torch.equal(mixed["advantages"], plain["advantages"]) and torch.equal(mixed["returns"], plain["returns"])
+    assert mixed["advantages"].abs().sum() > 0 and metrics["trajectory/turns/mean"] == 2
+    if name == "grpo":
+        assert torch.equal(mixed["advantages"][0::2], mixed["advantages"][1::2])
+
+
+def plain_verl(name: str, config: Any) -> Any:
+    """verl's own computation, without the mixin."""
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    data, keys = verl_batch()
+    return compute_advantage_for_multi_trajectories(data, keys, name, config=config, norm_adv_by_std_in_grpo=True)

@@ -51,6 +51,8 @@ def check(config: Any) -> list[str]:
     warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config)]
     for name in used:
         ESTIMATORS[name].check(config)
+    if VERL_OTB & set(names):
+        check_otb(config)
     for warning in warnings:
         logger.warning(warning)
     return warnings
@@ -110,6 +112,10 @@ def check_losses(config: Any) -> None:
             f"the recipe {asked[0]} sets the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
             f"replaces it. Leave out the recipe {asked[0]} or that override."
         )
+
+
+VERL_OTB = {"optimal_token_baseline", "tir_optimal_token_baseline"}
+"""verl's own estimators that read sum_pi_squared."""
 
 
 def check_otb(config: Any) -> None:

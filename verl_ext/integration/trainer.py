@@ -64,6 +64,8 @@ class VerlExtTrainer:
             checks.check(config)
             names = component_names(config.algorithm)
             self._needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
+            if checks.VERL_OTB & set(names):  # verl's own need it too, and V1 never asks for it
+                self._needs.add("sum_pi_squared")
         self._variance_batch: Any = None
         super().__init__(config)  # type: ignore[call-arg]
 
@@ -96,6 +98,8 @@ class VerlExtTrainer:
         def make(original: Any) -> Any:
             def compute(data: Any, batch_keys: list[str], adv_estimator: Any, **kwargs: Any) -> Any:
                 _complete(active, data)
+                if "sum_pi_squared" in active.columns:
+                    data.batch["sum_pi_squared"] = active.columns["sum_pi_squared"]
                 checks.check_rewards(active.columns, data.batch["token_level_rewards"], batch_keys)
 
                 def component(name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +181,7 @@ class VerlExtTrainer:
         """The real rows with what verl's variance-proxy metrics read, or None without sum_pi_squared."""
         if "sum_pi_squared" not in active.columns:
             return None
-        rows = data.select_idxs(np.asarray(active.columns["valid_row"], dtype=bool))
-        rows.batch["sum_pi_squared"] = active.columns["sum_pi_squared"][torch.as_tensor(active.columns["valid_row"])]
-        return rows
+        return data.select_idxs(np.asarray(active.columns["valid_row"], dtype=bool))
 
     def _after_advantage(self, active: columns.ActiveBatch, data: Any, batch_keys: list[str]) -> None:
         """Write one line a row (who, which turn, reward, advantage) if ``verl_ext.rows_dir`` is set."""

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_ext.demo.data import dataset_config, generate
-from verl_ext.demo.model import Codec, conversation, measure, sample, train_tokenizer, warm_up
+from verl_ext.demo.model import GIVE_UP, Codec, conversation, measure, sample, train_tokenizer, warm_up
 from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
@@ -52,22 +52,22 @@ def tasks_of(entries: list[dict[str, Any]]) -> list[ReasoningGymTask]:
     return [ReasoningGymTask("chain_sum", dataset_config(CONFIG, 0, 1), entry) for entry in entries]
 
 
-def test_conversation_marks_answers_and_heeds_feedback(codec: Codec, entries: list[dict[str, Any]]) -> None:
+def test_conversation_marks_answers_and_gives_up(codec: Codec, entries: list[dict[str, Any]]) -> None:
     rng = random.Random(0)
     lengths = set()
     for task in tasks_of(entries[:200]):
         truth = int(task.entry["answer"])
-        ids, mask = conversation(task, codec, rng, guesses=range(-9, 19), guess_share=0.7, max_turns=3)
+        ids, mask = conversation(task, codec, rng, give_up_share=0.5, max_turns=3)
         assert len(ids) == len(mask)
         marked = [i for i, m in zip(ids, mask, strict=True) if m]
-        answers = [int(text) for text in codec.tokenizer.decode(marked).split("<|im_end|>")[:-1]]
+        answers = codec.tokenizer.decode(marked).split("<|im_end|>")[:-1]
         text = codec.tokenizer.decode(ids)
         lengths.add(len(answers))
-        assert all(answer != truth for answer in answers[:-1])  # it ends with the first right answer
-        assert text.count("Too low.") == sum(answer < truth for answer in answers[:-1])
-        assert text.count("Too high.") == sum(answer > truth for answer in answers[:-1])
-        for before, after in zip(answers, answers[1:], strict=False):
-            assert (after > before) == (before < truth)
+        assert set(answers) <= {GIVE_UP, str(truth)}
+        assert str(truth) not in answers[:-1]  # it ends with the first right answer
+        wrong = len(answers) - (int(answers[-1]) == truth)
+        said = text.count("Too low.") + text.count("Too high.")
+        assert said == min(wrong, 2)  # no feedback after the last turn
     assert lengths == {1, 2, 3}
 
 

@@ -2,9 +2,9 @@
 """The demo's model: a tokenizer trained on the task's own words and a small Llama, warmed up by supervised learning.
 
 The warm-up has two phases, each ended by a measurement. First right answers to single questions, until the model has
-most of the skill. Then conversations in which half of the turns guess instead of answering, get the verifier's feedback
-and are revised: the model masters the format, learns that feedback tells where to look, and takes up the habit of
-guessing, so that it is right in 20 to 50 % of first turns. That leaves reinforcement learning something to sharpen.
+most of the skill. Then conversations in which half of the turns give up (`GIVE_UP`) instead of answering, get the
+verifier's feedback and are revised: the model masters the format and takes up a bad habit, so that it is right in 20 to
+50 % of first turns. That leaves reinforcement learning a habit to drop.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, ReasoningGymTask
 
 PAD = "<|endoftext|>"
+#: What the model says when it gives up: a number to the verifier, and nearly always the wrong one. Always the same, so
+#: that the habit costs little skill, and recognisable by its first token, so that reinforcement learning can drop it.
+GIVE_UP = "+0"
 START = "<|im_start|>"
 END = "<|im_end|>"
 
@@ -220,35 +223,29 @@ def conversation(
     codec: Codec,
     rng: random.Random,
     *,
-    guesses: Sequence[int],
-    guess_share: float,
+    give_up_share: float,
     max_turns: int,
 ) -> tuple[list[int], list[int]]:
-    """One conversation to imitate: answers and guesses, feedback by the task's verifier, revisions that heed it.
+    """One conversation to imitate: answers, or giving up, and the verifier's feedback, until an answer is right.
 
     Args:
         task: a question with a whole number as its answer.
-        guesses: what a guess is drawn from: answers of other questions.
-        guess_share: share of turns that guess, within what the feedback so far leaves open, instead of answering.
+        give_up_share: share of turns that give up instead of answering.
         max_turns: answers a conversation.
 
     Returns:
         Token ids, and 1 for the tokens of the answers, 0 elsewhere.
     """
-    truth = int(task.entry["answer"])
     ids = codec.user(task.question)
     mask = [0] * len(ids)
-    low, high = -math.inf, math.inf
     for turn in range(max_turns):
-        value = truth
-        if rng.random() < guess_share:
-            value = next((g for g in rng.choices(guesses, k=8) if low < g < high), truth)
-        answer = codec.answer(str(value))
+        text = GIVE_UP if rng.random() < give_up_share else str(task.entry["answer"])
+        answer = codec.answer(text)
         ids, mask = [*ids, *answer], [*mask, *[1] * len(answer)]
-        if value == truth or turn == max_turns - 1:
+        verdict = task.judge(text)
+        if verdict.solved or turn == max_turns - 1:
             break
-        low, high = (max(low, value), high) if value < truth else (low, min(high, value))
-        feedback = codec.feedback(task.judge(str(value)).feedback)
+        feedback = codec.feedback(verdict.feedback)
         ids, mask = [*ids, *feedback], [*mask, *[0] * len(feedback)]
     return ids, mask
 
@@ -287,7 +284,6 @@ def warm_up(
     rng = random.Random(seed)
     config_json = dataset_config(recipe.config, seed, 1)
     tasks = [ReasoningGymTask(recipe.dataset, config_json, entry) for entry in entries]
-    guesses = [int(entry["answer"]) for entry in entries]
     probe = rng.sample(tasks, min(recipe.eval_size, len(tasks)))
     parameters = list(model.parameters())
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -295,13 +291,13 @@ def warm_up(
     rates = recipe.matrix_learning_rate, recipe.learning_rate, recipe.dialogue_learning_rate
     muon = torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.0)
     adam = torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0)
-    # Muon learns the skill in about half of AdamW's steps. Guesses make the gradient uncertain, and Muon's steps keep
-    # their length all the same, which would wash the skill out: AdamW for all weights then.
+    # Muon learns the skill in about half of AdamW's steps. Whether a turn gives up is chance, which makes the gradient
+    # uncertain, and Muon's steps keep their length all the same, which would wash the skill out: AdamW for all then.
     gentle = torch.optim.AdamW(parameters, lr=rates[2], betas=(0.9, 0.98), weight_decay=0.0)
 
-    def step(optimizers: dict[torch.optim.Optimizer, float], size: int, guess_share: float, max_turns: int) -> float:
+    def step(optimizers: dict[torch.optim.Optimizer, float], size: int, give_up_share: float, max_turns: int) -> float:
         batch = [
-            conversation(task, codec, rng, guesses=guesses, guess_share=guess_share, max_turns=max_turns)
+            conversation(task, codec, rng, give_up_share=give_up_share, max_turns=max_turns)
             for task in rng.choices(tasks, k=size)
         ]
         loss = _loss(model, batch, codec.pad_id)
@@ -329,7 +325,7 @@ def warm_up(
     success = Success(0.0, 0.0, 0.0)
     for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
         scale = min(1.0, dialogue_steps / 5) * max(0.2, 1 - dialogue_steps / (recipe.dialogue_steps + 1))
-        loss = step({gentle: rates[2] * scale}, recipe.batch_size // 2, recipe.guess_share, recipe.max_turns)
+        loss = step({gentle: rates[2] * scale}, recipe.batch_size // 2, recipe.give_up_share, recipe.max_turns)
         if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(

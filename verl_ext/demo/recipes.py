@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Raise it when the code changes what a recipe produces, so that cached results of older code are not used.
-FORMAT = 1
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class WarmupRecipe:
         dialogue_learning_rate: of AdamW for all weights, in the second phase.
         skill_steps: most steps of the first phase, right answers to single questions.
         skill_target: measured share of right greedy answers that ends it.
-        dialogue_steps: least steps of the second phase, conversations with guesses and revisions.
+        dialogue_steps: least steps of the second phase, conversations with giving up and revisions.
         max_dialogue_steps: most steps of it.
-        guess_share: share of turns in those conversations that guess instead of answering.
+        give_up_share: share of turns in those conversations that give up instead of answering.
         success_range: measured first-turn success (sampled at temperature 1) in which the warm-up may end.
         valid_target: least share of answers that can be parsed at its end.
         eval_size: questions of a measurement.
@@ -49,12 +49,12 @@ class WarmupRecipe:
     batch_size: int = 192
     matrix_learning_rate: float = 0.05
     learning_rate: float = 1e-2
-    dialogue_learning_rate: float = 8e-4
+    dialogue_learning_rate: float = 2e-3
     skill_steps: int = 200
     skill_target: float = 0.9
-    dialogue_steps: int = 40
+    dialogue_steps: int = 60
     max_dialogue_steps: int = 100
-    guess_share: float = 0.5
+    give_up_share: float = 0.5
     success_range: tuple[float, float] = (0.2, 0.5)
     valid_target: float = 0.95
     eval_size: int = 256

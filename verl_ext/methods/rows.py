@@ -72,9 +72,14 @@ def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
     batch, length = rewards.shape
     if batch == 0 or length == 0:
         return np.zeros(batch)
-    single, high, low = rewards.sum(-1), rewards.amax(-1), rewards.amin(-1)
+    single = rewards.sum(-1)
+    if bool(rewards.min() >= 0):
+        terminal = single == rewards.amax(-1)
+    else:
+        high, low = rewards.amax(-1), rewards.amin(-1)
+        terminal = ((single == high) & (low >= 0)) | ((single == low) & (high <= 0))
     scores = single.to(torch.float64)
-    several = torch.nonzero(~(((single == high) & (low >= 0)) | ((single == low) & (high <= 0)))).squeeze(-1)
+    several = torch.nonzero(~terminal).squeeze(-1)
     step = max(1, BLOCK_ELEMENTS // length)
     for start in range(0, len(several), step):
         rows = several[start : start + step]

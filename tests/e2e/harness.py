@@ -81,6 +81,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 
 
+def _hear_interrupts() -> None:
+    """Ctrl-C works as in a terminal: a job that a shell started in the background has SIGINT ignored, and inherits it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Run:
     """What a run left behind."""
@@ -170,7 +175,12 @@ class Lab:
         started = time.monotonic()
         with (folder / "log.txt").open("ab") as log:
             child = subprocess.Popen(
-                self.command(folder, recipe, overrides), env=variables, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+                self.command(folder, recipe, overrides),
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                preexec_fn=_hear_interrupts,
             )
             try:
                 while child.poll() is None:

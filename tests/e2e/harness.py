@@ -82,7 +82,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 
 def _hear_interrupts() -> None:
-    """Ctrl-C works as in a terminal: a job that a shell started in the background has SIGINT ignored, and inherits it."""
+    """Ctrl-C works as in a terminal; a shell starts background jobs with SIGINT ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the estimators runs and reports, and the page `examples/truth` states what its numbers say."""
+"""The benchmarks run and report, and the page `examples/truth` states what its numbers say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from verl_ext import cli
-from verl_ext.bench import advantages
+from verl_ext.bench import advantages, logits
 from verl_ext.bench._memory import GROUP, TURN, make_batch
 
 TRUTH = Path(__file__).resolve().parents[1] / "examples" / "truth"
@@ -58,6 +58,46 @@ def test_the_benchmark_refuses_no_threads(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         cli.main(["bench", "advantages", "--threads", "0"])
     assert "--threads 0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_pass_over_the_logits_meets_its_goals() -> None:
+    command = [sys.executable, "-m", "verl_ext.cli", "bench", "logits", "--quick", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    # Of CPU time of one thread, in interleaved calls: about 0.8 and 0.8 here.
+    assert 0 < found["forward_ratio"] <= 1.2 and 0 < found["forward_backward_ratio"] <= 1.2
+    assert found["extra_memory_fraction"] <= 0.10
+    assert found["quick"] is True and found["dtype"] == "float32"
+    assert set(found["details"]) == {f"{d}_{v}" for d in ("float32", "bfloat16") for v in (32_768, 152_064)}
+    for name in ("forward_ratio", "forward_backward_ratio"):
+        assert found[name] == max(found["details"][f"float32_{v}"][name] for v in (32_768, 152_064))
+    assert found["extra_memory_fraction"] == max(case["extra_memory_fraction"] for case in found["details"].values())
+
+
+def test_the_benchmark_of_the_logits_compares_like_with_like() -> None:
+    """Every variant runs, at any size, and a copy of the logits is what traffic is measured by."""
+    clock = logits.Clock(torch.device("cpu"), 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        lines = logits.compare_variants(clock, 512, dtype, torch.device("cpu"), 1 << 18, 3)
+        assert len({line.name for line in lines}) == 5
+        for line in lines:
+            assert all(math.isfinite(value) and value > 0 for value in line[2:])
+            assert (line.forward_exact == line.forward_ratio) is (dtype == torch.float32)
+    made = logits.make_logits(100, 64, torch.float32, torch.device("cpu"))
+    assert bool((made.argmax(-1) == 0).all()) and len(made[:, 1].unique()) == 100
+
+
+def test_the_benchmark_of_the_logits_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "logits", "--threads", "0"])
+    assert "--threads 0 must be at least 1" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "logits", "--device", "cuda"])
+        assert "use --device cpu" in capsys.readouterr().err
 
 
 def test_slope_finds_the_exponent() -> None:

@@ -1,0 +1,606 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over the logits: everything that training reads from the vocabulary, with a backward written by hand.
+
+Log-probability of the label, entropy, sum of squared probabilities, and mass, size and membership of the safe set of
+Dynamic Vocabulary Pruning (arXiv 2512.23087) come from one pass over [N, V] logits, in blocks that stay in the cache.
+Forward reads the logits from memory once and keeps a few numbers a row; backward computes the probabilities again and
+writes the gradient, in the dtype of the logits, which is the only [N, V] tensor that is ever allocated.
+
+Notation, for one row of logits x and temperature T: z = x / T, m = max z, V_S = {a : z_a >= m + ln rho} (the whole
+vocabulary without rho), e_a = exp(z_a - m), S = sum of e over V_S, pi(a) = e_a / S on V_S and 0 elsewhere, and
+
+    log pi(y) = z_y - m - ln S        H = ln S - sum_{V_S} e_a (z_a - m) / S        sum pi^2 = sum_{V_S} e_a^2 / S^2
+    kept mass = S / sum over the whole vocabulary of e
+
+The set is a constant for the gradient:
+
+    d log pi(y) / d x_b = (1[b = y] - pi(b)) / T        dH / d x_b = -pi(b) (log pi(b) + H) / T        0 off V_S
+
+Sums are of float32 terms, by blocks whose partial sums are added in float64; what is done once a row is in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["OUT_OF_SET_FLOOR", "TokenStatistics", "token_statistics"]
+
+#: Elements of one block on CPU, a thread: few enough that it and its float32 work buffers stay in the cache, enough
+#: that the calls into torch cost little beside it.
+BLOCK_ELEMENTS = 5 << 16
+#: Elements of one block at most, and where plain torch runs on an accelerator: buffers of 4 MB.
+BLOCK_ELEMENTS_MOST = 1 << 20
+
+#: Log-probability of a label outside the safe set is not below this, so that masked arithmetic on it stays finite.
+OUT_OF_SET_FLOOR = -1e4
+
+BACKENDS = ("auto", "torch", "triton")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LOG2E = 1.0 / math.log(2.0)
+
+
+class TokenStatistics(NamedTuple):
+    """What :func:`token_statistics` returns; all of the policy restricted to the safe set and renormalised.
+
+    Every tensor has the shape of the labels, or [number selected] with `select`. Float results are float32, float64
+    for float64 logits.
+    """
+
+    log_probs: torch.Tensor  #: log pi(label), differentiable
+    entropy: torch.Tensor | None = None  #: in nats, differentiable; None unless asked for
+    sum_pi_squared: torch.Tensor | None = None  #: in (0, 1], no gradient; None unless asked for
+    kept_mass: torch.Tensor | None = None  #: mass of the set under the unpruned policy, no gradient; None without rho
+    set_size: torch.Tensor | None = None  #: int64, number of tokens in the set; None without rho
+    in_set: torch.Tensor | None = None  #: bool, the label is in the set; None without rho
+
+
+def token_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    rho: float = 0.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+    select: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> TokenStatistics:
+    """Statistics of the next-token distribution at every position, in one pass over the logits.
+
+    A label outside the safe set (``in_set`` False) gets the finite value z_label - logsumexp of the set, but at least
+    ``OUT_OF_SET_FLOOR``; it lies below ln rho, and its gradient is exactly zero for the whole row. It must be masked
+    out of the loss. The set is ``z >= max z + ln rho`` with z = logits / temperature in float32 (float64 for float64
+    logits), the operations of the embedded sampler's ``min_p``, so that both sides agree on equal logits.
+
+    Without rho, and with a rho so small that the whole vocabulary is in the set, results are equal bit for bit. Logits
+    of -inf are tokens of probability zero; without rho a label among them has log-probability -inf.
+
+    Args:
+        logits: [..., V] float16, bfloat16, float32 or float64, before the temperature; not modified. They are kept
+            for the backward pass and must not be modified before it.
+        labels: [...] int64 in [0, V) at every position that is computed.
+        temperature: > 0; a number, or a tensor that broadcasts to the labels. Without gradient.
+        rho: threshold of the safe set, a probability relative to the largest, at most 1; <= 0 switches pruning off.
+        entropy: compute the entropy.
+        sum_pi_squared: compute the sum over the vocabulary of the squared probabilities.
+        select: [...] bool; only these positions are read and computed, in order. The others have gradient zero.
+        backend: ``torch``, ``triton`` (CUDA tensors; on CPU in Triton's interpreter), or ``auto``: Triton for CUDA
+            tensors other than float64 where Triton can be imported, else torch.
+
+    Raises:
+        ValueError: shapes that do not match, an empty vocabulary, labels out of range, a temperature that is not
+            positive and finite, rho above 1 or NaN, an unknown or unusable backend.
+        TypeError: logits that are not floating point, labels that are not int64, a selection that is not bool.
+
+    Source: arXiv 2512.23087 (the safe set), arXiv 2602.07078 (sum of squared probabilities).
+    """
+    if not isinstance(logits, torch.Tensor) or logits.dtype not in _FLOATS:
+        found = getattr(logits, "dtype", type(logits).__name__)
+        raise TypeError(f"logits must be a float16, bfloat16, float32 or float64 tensor, found {found}")
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape [..., V] with V > 0, found {list(logits.shape)}")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, found {labels.dtype}")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}: expected {list(logits.shape[:-1])}"
+        )
+    rows = None
+    shape = labels.shape
+    if select is not None:
+        if select.dtype != torch.bool:
+            raise TypeError(f"select must be bool, found {select.dtype}")
+        if select.shape != labels.shape:
+            raise ValueError(f"select has shape {list(select.shape)}, labels {list(labels.shape)}: they must be equal")
+        rows = select.reshape(-1).nonzero().squeeze(-1).to(logits.device)
+        shape = rows.shape
+    flat_labels = _selected(labels.to(logits.device).reshape(-1), rows)
+    if flat_labels.numel():
+        low, high = (int(bound) for bound in torch.aminmax(flat_labels))
+        if low < 0 or high >= logits.shape[-1]:
+            wrong = low if low < 0 else high
+            raise ValueError(f"label {wrong} is out of range: the logits have a vocabulary of {logits.shape[-1]}")
+    scale = _temperature(temperature, labels.shape, rows, logits)
+    log_rho = _log_rho(rho)
+    found = _Pass.apply(
+        logits, flat_labels, rows, scale, log_rho, entropy, sum_pi_squared, _use_triton(backend, logits)
+    )
+    return TokenStatistics(*(None if part is None else part.reshape(shape) for part in found))
+
+
+def _selected(flat: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return flat if rows is None else flat.index_select(0, rows)
+
+
+def _log_rho(rho: float) -> float | None:
+    """ln rho, or None when pruning is off."""
+    rho = float(rho)
+    if math.isnan(rho) or rho > 1.0:
+        raise ValueError(f"rho={rho} is out of range: expected at most 1 (0 or less switches pruning off)")
+    return math.log(rho) if rho > 0.0 else None
+
+
+def _temperature(
+    temperature: float | torch.Tensor, shape: torch.Size, rows: torch.Tensor | None, logits: torch.Tensor
+) -> float | torch.Tensor:
+    """A number, rounded to the dtype of the computation, or a tensor of one value a computed row."""
+    dtype = _compute_dtype(logits)
+    values = torch.as_tensor(temperature, dtype=dtype, device=logits.device).detach()
+    low, high = (float(bound) for bound in torch.aminmax(values)) if values.numel() else (1.0, 1.0)
+    if not (low > 0.0 and math.isfinite(high)):
+        wrong = low if not low > 0.0 else high
+        raise ValueError(f"temperature={wrong} is out of range: expected a positive, finite number")
+    try:
+        spread = values.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"temperature of shape {list(values.shape)} does not broadcast to the labels' shape {list(shape)}"
+        ) from None
+    return low if low == high else _selected(spread.reshape(-1), rows)
+
+
+def _use_triton(backend: str, logits: torch.Tensor) -> bool:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: expected one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return logits.is_cuda and logits.dtype != torch.float64 and _triton_is_installed()
+    if backend == "torch":
+        return False
+    if not _triton_is_installed():
+        raise ValueError("backend='triton' needs the package triton, which is not installed: use 'auto' or 'torch'")
+    if logits.dtype == torch.float64:
+        raise ValueError("backend='triton' does not compute in float64: use 'auto' or 'torch'")
+    from verl_ext.methods import logits_triton
+
+    if not (logits.is_cuda or logits_triton.INTERPRETED):
+        raise ValueError(
+            f"backend='triton' needs CUDA tensors, found {logits.device}; on CPU it runs in Triton's interpreter alone "
+            "(TRITON_INTERPRET=1 in the environment of the process): use 'auto' or 'torch'"
+        )
+    return True
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+class _Sums(NamedTuple):
+    """Sums over the vocabulary, of each computed row; [N]."""
+
+    largest: torch.Tensor  #: max x
+    label: torch.Tensor  #: x at the label
+    full: torch.Tensor  #: sum of e, the whole vocabulary, float64 as the others
+    kept: torch.Tensor  #: sum of e, the set
+    surprise: torch.Tensor | None  #: sum of e log2 e, the set
+    squares: torch.Tensor | None  #: sum of e^2, the set
+    size: torch.Tensor | None  #: number of tokens in the set
+
+
+class _Weights(NamedTuple):
+    """What the backward pass needs of each computed row: gradient = e (constant + slope log2 e) on the set, and
+    `label` at the label; [N]."""
+
+    constant: torch.Tensor
+    slope: torch.Tensor | None
+    label: torch.Tensor
+    active: torch.Tensor  #: bool; False: the gradient of the whole row is zero
+
+
+class _Pass(torch.autograd.Function):
+    """Forward and backward of :func:`token_statistics` over checked arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        rows: torch.Tensor | None,
+        temperature: float | torch.Tensor,
+        log_rho: float | None,
+        entropy: bool,
+        sum_pi_squared: bool,
+        triton: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        dtype = _compute_dtype(logits)
+        divisor = temperature if isinstance(temperature, float) else temperature.double()
+        with torch.autocast(logits.device.type, enabled=False):
+            forward = _triton_sums if triton else _sums
+            sums = forward(logits.detach(), labels, rows, temperature, log_rho, entropy, sum_pi_squared)
+            log_kept = sums.kept.log()
+            log_probs = (sums.label.double() - sums.largest.double()) / divisor - log_kept
+            in_set = kept_mass = size = spread = squares = None
+            if log_rho is not None and sums.size is not None:
+                scaled = sums.label / torch.as_tensor(temperature, dtype=dtype, device=logits.device)
+                in_set = scaled >= _bound(sums.largest, temperature, log_rho)
+                log_probs = torch.where(in_set, log_probs, log_probs.clamp(min=OUT_OF_SET_FLOOR))
+                kept_mass = (sums.kept / sums.full).to(dtype)
+                size = sums.size.long()
+            if sums.surprise is not None:
+                spread = log_kept - sums.surprise / sums.kept * math.log(2.0)
+            if sums.squares is not None:
+                squares = (sums.squares / sums.kept.square()).to(dtype)
+        per_row = None if isinstance(temperature, float) else temperature
+        ctx.save_for_backward(logits, labels, rows, per_row, sums.largest, sums.kept, log_probs, spread, in_set)
+        ctx.temperature, ctx.log_rho, ctx.triton = temperature if per_row is None else None, log_rho, triton
+        found = (log_probs.to(dtype), None if spread is None else spread.to(dtype), squares, kept_mass, size, in_set)
+        ctx.mark_non_differentiable(*(part for part in found[2:] if part is not None))
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        nothing = (None,) * 7
+        if grad_log_probs is None and grad_entropy is None:
+            return None, *nothing
+        logits, labels, rows, per_row, largest, kept, log_probs, entropy, in_set = ctx.saved_tensors
+        temperature = ctx.temperature if per_row is None else per_row
+        with torch.autocast(logits.device.type, enabled=False):
+            weights = _weights(temperature, kept, log_probs, entropy, in_set, grad_log_probs, grad_entropy)
+            backward = _triton_gradient if ctx.triton else _gradient
+            gradient = backward(logits, labels, rows, temperature, largest, ctx.log_rho, weights)
+        return gradient, *nothing
+
+
+def _weights(
+    temperature: float | torch.Tensor,
+    kept: torch.Tensor,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    in_set: torch.Tensor | None,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> _Weights:
+    """Weights of the gradient from the gradients of the results. float64, as are `kept`, `log_probs`, `entropy`."""
+    divisor = temperature if isinstance(temperature, float) else temperature.double()
+    constant, label = torch.zeros_like(kept), torch.zeros_like(kept)
+    slope = None
+    if grad_log_probs is not None:
+        grad = grad_log_probs.double()
+        if in_set is not None:
+            grad = torch.where(in_set, grad, 0.0)
+        constant = constant - grad
+        # 1 - p, accurate also where p is almost 1; a row of no weight counts as zero, NaN or not
+        label = label - torch.where(grad == 0.0, 0.0, grad * log_probs.expm1())
+    if grad_entropy is not None and entropy is not None:
+        grad = grad_entropy.double()
+        # log pi = ln 2 log2 e - ln kept
+        constant = constant - torch.where(grad == 0.0, 0.0, grad * (entropy - kept.log()))
+        slope = -grad * math.log(2.0)
+        probability = log_probs.exp()
+        outside = (grad == 0.0) | (probability == 0.0)
+        if in_set is not None:
+            outside = outside | ~in_set
+        label = label - torch.where(outside, 0.0, grad * probability * (log_probs + entropy))
+    active = (constant != 0.0) | (label != 0.0)
+    scale = kept * divisor
+    if slope is not None:
+        active = active | (slope != 0.0)
+        slope = slope / scale
+    return _Weights(constant / scale, slope, label / divisor, active)
+
+
+def _bound(largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float) -> torch.Tensor:
+    """max z + ln rho, by the operations and in the precision of the embedded sampler."""
+    # Not by a number: on CUDA that is a multiplication by its reciprocal.
+    divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
+    return largest / divisor + torch.as_tensor(log_rho, dtype=largest.dtype, device=largest.device)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+def _triton_sums(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    log_rho: float | None,
+    entropy: bool,
+    squares: bool,
+) -> _Sums:
+    from verl_ext.methods import logits_triton
+
+    found = logits_triton.sums(logits, labels, rows, temperature, log_rho, entropy, squares)
+    largest, label, full, kept, size, surprise, square = found
+    pruned = log_rho is not None
+    return _Sums(
+        largest,
+        label,
+        full.double(),
+        (kept if pruned else full).double(),
+        surprise.double() if entropy else None,
+        square.double() if squares else None,
+        size if pruned else None,
+    )
+
+
+def _triton_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    largest: torch.Tensor,
+    log_rho: float | None,
+    weights: _Weights,
+) -> torch.Tensor:
+    from verl_ext.methods import logits_triton
+
+    constant, label = weights.constant.float(), weights.label.float()
+    slope = None if weights.slope is None else weights.slope.float()
+    return logits_triton.gradient(
+        logits, labels, rows, temperature, largest, log_rho, constant, slope, label, weights.active
+    )
+
+
+# --- plain torch ------------------------------------------------------------------------------------------------------
+
+
+def _views(logits: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of the logits, in order, as [n, V] views: no copy is made, whatever the strides."""
+    if logits.dim() == 1:
+        return [logits[None]]
+    try:
+        return [logits.view(-1, logits.shape[-1])]
+    except RuntimeError:
+        if logits.dim() == 2:
+            return [logits]
+        return [view for part in logits.unbind(0) for view in _views(part)]
+
+
+class _Span(NamedTuple):
+    """Consecutive rows, all of them computed: [first, last) of the view, which are the computed rows from `start`."""
+
+    view: torch.Tensor
+    first: int
+    last: int
+    start: int
+
+
+def _spans(views: list[torch.Tensor], rows: np.ndarray | None) -> Iterator[_Span]:
+    """The computed rows, in order; `rows` are their flat numbers, or None for all."""
+    base = start = 0
+    for view in views:
+        count = view.shape[0]
+        if rows is None:
+            bounds = [(0, count)] if count else []
+        else:
+            inside = rows[np.searchsorted(rows, base) : np.searchsorted(rows, base + count)] - base
+            cuts = np.flatnonzero(np.diff(inside) != 1) + 1
+            bounds = [(int(run[0]), int(run[-1]) + 1) for run in np.split(inside, cuts) if len(run)]
+        for first, last in bounds:
+            yield _Span(view, first, last, start)
+            start += last - first
+        base += count
+
+
+class _Tiles:
+    """The cut of spans into blocks of rows and of blocks into tiles of columns, and work buffers of a tile's size."""
+
+    def __init__(self, logits: torch.Tensor, buffers: int):
+        self.vocabulary = logits.shape[-1]
+        self.dtype = _compute_dtype(logits)
+        if logits.device.type == "cpu":
+            elements = min(BLOCK_ELEMENTS * torch.get_num_threads(), BLOCK_ELEMENTS_MOST)
+        else:
+            elements = BLOCK_ELEMENTS_MOST
+        total = math.prod(logits.shape[:-1])
+        self.rows = max(1, min(total, elements // self.vocabulary))
+        pieces = -(-self.vocabulary // elements)
+        step = -(-self.vocabulary // pieces)
+        self.columns = [(start, min(start + step, self.vocabulary)) for start in range(0, self.vocabulary, step)]
+        self._buffers = [torch.empty(self.rows * step, dtype=self.dtype, device=logits.device) for _ in range(buffers)]
+        self._copy = None
+        if logits.dtype != self.dtype:
+            self._copy = torch.empty(self.rows, self.vocabulary, dtype=self.dtype, device=logits.device)
+
+    def blocks(self, span: _Span) -> Iterator[tuple[int, int, int]]:
+        """First and last row in the view, and the first computed row, of each block of the span."""
+        for first in range(span.first, span.last, self.rows):
+            yield first, min(first + self.rows, span.last), span.start + first - span.first
+
+    def load(self, block: torch.Tensor) -> torch.Tensor:
+        """The block in the dtype of the computation; a copy is overwritten by the next load."""
+        return block if self._copy is None else self._copy[: block.shape[0]].copy_(block)
+
+    def buffers(self, rows: int, columns: int) -> list[torch.Tensor]:
+        if len(self.columns) == 1 and rows == self.rows:
+            return [buffer.view(rows, columns) for buffer in self._buffers]
+        return [buffer[: rows * columns].view(rows, columns) for buffer in self._buffers]
+
+
+class _Exponent:
+    """log2 e of every logit, given the largest of each row: zero for the largest, to the last digit."""
+
+    def __init__(self, largest: torch.Tensor, temperature: float | torch.Tensor):
+        self.largest = largest[:, None]
+        factor = _LOG2E / temperature
+        self.factor = factor[:, None] if isinstance(factor, torch.Tensor) else factor
+
+    def __call__(self, tile: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.sub(tile, self.largest, out=out).mul_(self.factor)
+
+
+class _Set:
+    """1.0 where a logit is in the safe set and 0.0 where it is not, given the largest of each row."""
+
+    def __init__(self, largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float):
+        self.bound = _bound(largest, temperature, log_rho)[:, None]
+        self.divisor = None
+        if isinstance(temperature, torch.Tensor):
+            self.divisor = temperature[:, None]
+        elif temperature != 1.0:
+            self.divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
+
+    def __call__(self, tile: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self.divisor is not None:
+            tile = torch.div(tile, self.divisor, out=out)
+        return torch.ge(tile, self.bound, out=out)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """log2 of a number that is 0 in `dtype`: an exponent is raised to it where e, zero there, multiplies it, since
+    0 times -inf has no value."""
+    return -1100.0 if dtype == torch.float64 else -200.0
+
+
+def _sums(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    log_rho: float | None,
+    entropy: bool,
+    squares: bool,
+) -> _Sums:
+    """The sums of forward. A block is read from memory once; the operations on it find it in the cache."""
+    count = labels.shape[0]
+    pruned = log_rho is not None
+    tiles = _Tiles(logits, buffers=1 + entropy + pruned)
+    pieces = len(tiles.columns)
+
+    def empty(*shape: int, wanted: bool = True) -> torch.Tensor | None:
+        return torch.empty(shape, dtype=tiles.dtype, device=logits.device) if wanted else None
+
+    largest, label = torch.empty(2, count, dtype=tiles.dtype, device=logits.device)
+    full = torch.empty(pieces, count, dtype=tiles.dtype, device=logits.device)
+    kept, size = empty(pieces, count, wanted=pruned), empty(pieces, count, wanted=pruned)
+    surprise, square = empty(pieces, count, wanted=entropy), empty(pieces, count, wanted=squares)
+    lowest = _lowest(tiles.dtype)
+    # Logits of -inf are rare, and reading a result back is slow where the device runs behind.
+    clamps = logits.device.type != "cpu"
+    selected = None if rows is None else rows.cpu().numpy()
+    for span in _spans(_views(logits), selected):
+        stop = span.start + span.last - span.first
+        label[span.start : stop] = (
+            span.view[span.first : span.last].gather(-1, labels[span.start : stop, None]).squeeze(-1)
+        )
+        for first, last, start in tiles.blocks(span):
+            block = tiles.load(span.view[first:last])
+            part = slice(start, start + last - first)
+            top = torch.amax(block, -1, out=largest[part])
+            scale = temperature if isinstance(temperature, float) else temperature[part]
+            exponent = _Exponent(top, scale)
+            inside = None if log_rho is None else _Set(top, scale, log_rho)
+            piece = 0
+            while piece < pieces:
+                left, right = tiles.columns[piece]
+                tile = block if pieces == 1 else block[:, left:right]
+                u, *spare = tiles.buffers(last - first, right - left)
+                exponent(tile, u)
+                e = torch.exp2(u, out=spare.pop() if surprise is not None else u)
+                torch.sum(e, -1, out=full[piece, part])
+                if inside is not None and kept is not None and size is not None:
+                    mask = inside(tile, spare.pop())
+                    torch.sum(mask, -1, out=size[piece, part])
+                    torch.sum(e.mul_(mask), -1, out=kept[piece, part])
+                if surprise is not None:
+                    if clamps:
+                        u.clamp_(min=lowest)
+                    torch.sum(u.mul_(e), -1, out=surprise[piece, part])
+                    if not clamps and bool(surprise[piece, part].isnan().any()):
+                        clamps = True  # a logit of -inf: this tile again, and the next ones at once
+                        continue
+                if square is not None:
+                    torch.sum(e.mul_(e), -1, out=square[piece, part])
+                piece += 1
+
+    def total(parts: torch.Tensor | None) -> torch.Tensor | None:
+        return None if parts is None else parts.double().sum(0)
+
+    whole = full.double().sum(0)
+    inner = total(kept)
+    return _Sums(largest, label, whole, whole if inner is None else inner, total(surprise), total(square), total(size))
+
+
+def _gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    largest: torch.Tensor,
+    log_rho: float | None,
+    weights: _Weights,
+) -> torch.Tensor:
+    """The gradient of the logits, in their dtype, written block by block."""
+    vocabulary = logits.shape[-1]
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    flat = gradient.view(-1, vocabulary)
+    numbers = torch.arange(flat.shape[0], device=logits.device) if rows is None else rows
+    active = numbers if bool(weights.active.all()) else numbers[weights.active]
+    dtype = _compute_dtype(logits)
+
+    def of_active(part: torch.Tensor) -> torch.Tensor:
+        return part if active is numbers else part[weights.active]
+
+    constant, top = of_active(weights.constant).to(dtype)[:, None], of_active(largest)
+    slope = None if weights.slope is None else of_active(weights.slope).to(dtype)[:, None]
+    scales = temperature if isinstance(temperature, float) else of_active(temperature)
+    converts = logits.dtype != dtype
+    pruned = log_rho is not None
+    tiles = _Tiles(logits, buffers=(slope is not None) + pruned)
+    lowest = _lowest(dtype)
+    written = 0
+    for span in _spans(_views(logits), None if active.shape[0] == flat.shape[0] else active.cpu().numpy()):
+        base = int(active[span.start]) - span.first
+        flat[written : base + span.first].zero_()
+        written = base + span.last
+        for first, last, start in tiles.blocks(span):
+            block = tiles.load(span.view[first:last])
+            part = slice(start, start + last - first)
+            scale = scales if isinstance(scales, float) else scales[part]
+            exponent = _Exponent(top[part], scale)
+            inside = None if log_rho is None else _Set(top[part], scale, log_rho)
+            into = flat[base + first : base + last]
+            for left, right in tiles.columns:
+                tile = block[:, left:right]
+                target = into[:, left:right]
+                spare = tiles.buffers(last - first, right - left)
+                mask = None if inside is None else inside(tile, spare.pop())
+                e = tile if converts else target
+                if slope is None:
+                    torch.exp2(exponent(tile, e), out=e).mul_(constant[part])
+                else:
+                    u = exponent(tile, spare.pop())
+                    torch.exp2(u, out=e).mul_(u.clamp_(min=lowest).mul_(slope[part]).add_(constant[part]))
+                if mask is not None:
+                    e.mul_(mask)
+                if converts:
+                    target.copy_(e)
+    flat[written:].zero_()
+    flat[active, of_active(labels)] = of_active(weights.label).to(logits.dtype)
+    return gradient

@@ -28,6 +28,6 @@ VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" python -m verl.trainer.main_ppo '+rec
     trainer.project_name=verl_ext \
     trainer.experiment_name=smollm2 \
     trainer.default_local_dir="$OUT/checkpoints" \
-    trainer.rollout_data_dir="$OUT/rollouts" \
+    verl_ext.rollouts_dir="$OUT/rollouts" \
     hydra.run.dir="$OUT/hydra" \
     "$@"

@@ -170,7 +170,13 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[,NAME]",
         help="recipe to train with; may be given several times (default: trloo)",
     )
-    parser.add_argument("--steps", type=_positive, default=None, help="training steps (default: the demo's own)")
+    parser.add_argument(
+        "--task",
+        choices=("chain_sum", "lake", "second_try"),
+        default=None,
+        help="what to train on (default: lake for hgpo and gigpo, second_try for dr_mas, else chain_sum)",
+    )
+    parser.add_argument("--steps", type=_positive, default=None, help="training steps (default: the task's own)")
     parser.add_argument(
         "--seed", type=_count, default=0, help="seed of model, data and training (default: %(default)s)"
     )
@@ -194,6 +200,26 @@ def _run_demo(args: argparse.Namespace) -> int:
     from verl_ext.demo import run
 
     return run.main(args) or 0
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+def _rollouts_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.transcripts import command
+
+    command.arguments(parser)
+
+
+def _run_rollouts(args: argparse.Namespace) -> int:
+    from verl_ext.transcripts import command
+    from verl_ext.transcripts.read import TranscriptError
+
+    try:
+        return command.run(args)
+    except TranscriptError as error:
+        print(f"verl-ext rollouts: {error}", file=sys.stderr)
+        return 1
 
 
 # --- bench --------------------------------------------------------------------------------------------------------
@@ -229,6 +255,7 @@ COMMANDS = (
     Command("show", "what a recipe changes against verl's defaults, key by key", _show_arguments, _run_show),
     Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
+    Command("rollouts", "read the rollouts of a run, as text or in a browser", _rollouts_arguments, _run_rollouts),
     Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
 )
 

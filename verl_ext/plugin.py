@@ -137,18 +137,37 @@ def _float32_sum_pi_squared(module: Any) -> None:
         wraps.replace(wraps.SUM_PI_SQUARED, lambda original: sum_pi_squared)
 
 
+def _one_pass_engines(module: Any) -> None:
+    """In a run of ours the FSDP engines can compute all that they read from the logits in one pass."""
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration import engine
+
+        engine.extend_registry()
+
+
+def _training_engines(module: Any) -> None:
+    _float32_sum_pi_squared(module)
+    _one_pass_engines(module)
+
+
 def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
 
 
-AGENT_LOOPS = {"verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop"}
+AGENT_LOOPS = {
+    "verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
+    "verl_ext_orchestra": "verl_ext.rollout.orchestra.loop.OrchestraLoop",
+    "verl_ext_step_wise": "verl_ext.rollout.step_wise.StepWiseLoop",
+}
 """Agent loops by the name that the data column ``agent_name`` or ``rollout.agent.default_agent_loop`` uses."""
 
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.trainer.ppo.core_algos": ("registering the estimators and losses", _register_estimators),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
-    "verl.workers.engine.fsdp": ("computing sum_pi_squared in float32", _float32_sum_pi_squared),
+    "verl.workers.engine.fsdp": ("preparing the training engines", _training_engines),
+    # Again when the workers are imported, for engines that others have registered meanwhile.
+    "verl.workers.engine_workers": ("preparing the training engines", _one_pass_engines),
     "verl.experimental.agent_loop.agent_loop": ("registering the agent loops", _register_agent_loops),
     "hydra": ("making the recipes known to Hydra", _register_search_path),
 }

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_ext.integration import columns, wraps
+from verl_ext.integration.dvp import Pruning
 from verl_ext.integration.trainer import VerlExtTrainer, _complete, extend_registry, uses_verl_ext
 
 MODES = {
@@ -37,7 +38,9 @@ def test_every_mode_has_the_mixin_under_its_own_name(mode: str) -> None:
     [
         ("_build_replay_buffer", ()),
         ("fit", ("manager",)),
+        ("get_llm_client", ()),
         ("_compute_old_log_prob", ("batch", {})),
+        ("_compute_ref_log_prob", ("batch", {})),
         ("_compute_advantage", ("batch", {})),
         ("_update_actor", ("batch", {})),
     ],
@@ -156,6 +159,7 @@ def test_mixture_of_one_in_the_trainer_is_what_verl_would_compute(name: str) -> 
         def __init__(self, asked: str) -> None:
             self.asked, self._verl_ext, self._needs, self._variance_batch = asked, True, set(), None
             self.config = OmegaConf.create({"verl_ext": {}})
+            self._pruning = Pruning(self.config)
 
         def _active_batch(self, batch: Any) -> columns.ActiveBatch:
             _, keys = verl_batch()

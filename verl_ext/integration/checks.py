@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration import dvp, updates
 from verl_ext.integration.columns import split_key
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import OptionError, discount, read, select
@@ -48,7 +49,16 @@ def check(config: Any) -> list[str]:
             "Set trainer.use_v1=true (verl's default)."
         )
     check_losses(config)
-    warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config)]
+    if select(select(config, "verl_ext"), "environment") is not None:
+        from verl_ext.rollout.environments.options import check_environment
+
+        check_environment(config)
+    if select(select(config, "verl_ext"), "orchestra") is not None:
+        from verl_ext.rollout.orchestra.settings import check as check_orchestra
+
+        check_orchestra(config)
+    warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config), *updates.check(config)]
+    warnings += dvp.check(config)
     for name in used:
         ESTIMATORS[name].check(config)
     if VERL_OTB & set(names):
@@ -111,6 +121,20 @@ def check_losses(config: Any) -> None:
         raise OptionError(
             f"the recipe {asked[0]} sets the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
             f"replaces it. Leave out the recipe {asked[0]} or that override."
+        )
+
+
+def check_rollouts_freq(config: Any) -> None:
+    """``verl_ext.rollouts_freq`` counts steps.
+
+    Raises:
+        OptionError: it is not a whole number of at least 1.
+    """
+    value = select(config.get("verl_ext"), "rollouts_freq", 1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(
+            f"verl_ext.rollouts_freq is {value!r}; give the training steps from one set of transcripts to the next, a "
+            "whole number of at least 1."
         )
 
 

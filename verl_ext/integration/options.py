@@ -41,12 +41,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read(config: Any, name: str, options: type[T]) -> T:
+def read(config: Any, name: str, options: type[T], where: str | None = None) -> T:
     """Return ``algorithm.<name>`` as an instance of the dataclass `options`.
 
     Args:
         config: verl's ``algorithm`` node, a plain mapping, or None (all defaults).
         name: name of the method, the key under ``algorithm``.
+        where: how messages call the node, if it is not ``algorithm.<name>``.
         options: frozen dataclass whose fields are the allowed keys; its ``__post_init__`` checks ranges and raises
             ValueError with the bare key.
 
@@ -54,7 +55,7 @@ def read(config: Any, name: str, options: type[T]) -> T:
         OptionError: unknown key (with the nearest known one), wrong type or value out of range.
     """
     node = _plain(select(config, name, {}))
-    where = f"algorithm.{name}"
+    where = where or f"algorithm.{name}"
     if not isinstance(node, Mapping):
         raise OptionError(f"{where} must hold keys of the method, but it is {node!r}")
     hints = typing.get_type_hints(options)
@@ -86,6 +87,10 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             return None
         inner = [argument for argument in arguments if argument is not type(None)]
         return _coerce(value, inner[0], where)
+    if origin is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise OptionError(f"{where} is {value!r}; give keys and values, such as {{key: value}}.")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise OptionError(f"{where} is {value!r}; give a list of names, such as [index, agent_id].")

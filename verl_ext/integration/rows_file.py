@@ -43,6 +43,8 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
             record["agent_id"] = str(columns["agent_id"][i])
         if "turn_reward" in columns:
             record["turn_reward"] = float(columns["turn_reward"][i])
+        if "is_action_valid" in columns:
+            record["is_action_valid"] = bool(columns["is_action_valid"][i])
         if "anchor_obs" in columns:
             record["anchor_obs"] = columns["anchor_obs"][i]
         records.append(record)

@@ -8,7 +8,9 @@ verl_ext (an estimator of ours, or the top-level config node ``verl_ext`` that o
 In such a run it
 
 * checks the configuration before any worker starts;
-* asks the engine for the columns that the chosen estimators need, together with the old log-probabilities;
+* asks the engine for the columns that the chosen estimators need, together with the old log-probabilities, computed
+  in one pass over the logits; with ``dvp.rho`` they are those of the pruned policy, and the sampler prunes too;
+* cuts the batch into a fixed number of updates if ``verl_ext.updates_per_batch`` says so;
 * makes the row fields available to the estimators while verl computes the advantages;
 * keeps the metrics of the steps before a resume, which verl's file logger would delete.
 """
@@ -23,19 +25,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import checks, columns, wraps
+from verl_ext.integration import checks, columns, dvp, updates, wraps
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.metrics_file import keep_earlier_metrics
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import select
+from verl_ext.integration.rollout_metrics import require_a_row, rollout_metrics
 
 logger = logging.getLogger(__name__)
 
 
 def uses_verl_ext(config: Any) -> bool:
-    """Whether a run names anything of ours: the ``verl_ext`` node or an estimator that we registered."""
-    if config.get("verl_ext") is not None:
+    """Whether a run names anything of ours: the ``verl_ext`` or ``dvp`` node, or an estimator that we registered."""
+    if config.get("verl_ext") is not None or config.get("dvp") is not None:
         return True
     name = select(config.algorithm, "adv_estimator")
     return getattr(name, "value", name) in {*ESTIMATORS, "mix"}
@@ -66,7 +69,11 @@ class VerlExtTrainer:
             self._needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
             if checks.VERL_OTB & set(names):  # verl's own need it too, and V1 never asks for it
                 self._needs.add("sum_pi_squared")
+            self._pruning = dvp.Pruning.of(config)
         self._variance_batch: Any = None
+        self._updates = updates.updates_per_batch(config) if self._verl_ext else None
+        self._transcripts: Any = None
+        self._shown: Any = None
         super().__init__(config)  # type: ignore[call-arg]
 
     @inert
@@ -80,15 +87,63 @@ class VerlExtTrainer:
     @inert
     def fit(self, agent_loop_manager: Any) -> Any:
         make = functools.partial(keep_earlier_metrics, resumed_step=self.global_steps)  # type: ignore[attr-defined]
-        with wraps.replaced(wraps.FILE_LOGGER, make):
-            return super().fit(agent_loop_manager)  # type: ignore[misc]
+        try:
+            with wraps.replaced(wraps.FILE_LOGGER, make):
+                return super().fit(agent_loop_manager)  # type: ignore[misc]
+        finally:
+            if self._transcripts is not None:
+                self._transcripts.close()
+
+    @inert
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        if self._updates is None:
+            return super()._get_required_batch_multiple(dp_size)  # type: ignore[misc]
+        return updates.row_multiple(self.config, self._updates_now, dp_size, critic=self.use_critic)  # type: ignore[attr-defined]
+
+    @inert
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._updates is None:
+            return super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        self._updates_now = min(self._updates, len(batch))
+        if self._updates_now < self._updates:
+            logger.warning("a batch of %d rows gets as many updates, not %s=%d", len(batch), updates.KEY, self._updates)
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # type: ignore[attr-defined]
+        metrics.update(updates.balance(batch, self._updates_now, ranks))
+        return batch
+
+    def _told(self, batch: Any, section: Any, worker_group: Any, method: str, metrics: dict[str, Any]) -> Any:
+        """The sizes that the workers of actor or critic are to cut this batch by; see `updates`."""
+        n = int(self.config.actor_rollout_ref.rollout.n)
+        changes = None
+        if self._updates is not None:
+            changes = updates.settings(batch.keys, batch.tags, n, self._updates_now, str(section.loss_agg_mode))
+        if method == "update_actor":
+            rows = changes["mini_batch_size"] if changes else int(section.ppo_mini_batch_size) * n
+            metrics.update(updates.step_metrics(batch.keys, batch.tags, rows, int(section.ppo_epochs)))
+        return updates.told(worker_group, method, changes)
+
+    @inert
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with self._told(batch, self.config.critic, self.critic_wg, "train_mini_batch", metrics):  # type: ignore[attr-defined]
+            return super()._update_critic(batch, metrics)  # type: ignore[misc]
+
+    @inert
+    def get_llm_client(self) -> Any:
+        return self._pruning.guard(super().get_llm_client())  # type: ignore[misc]
 
     @inert
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if "sum_pi_squared" not in self._needs:
-            return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-        batch.extra_info["calculate_sum_pi_squared"] = True
-        return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        if "sum_pi_squared" in self._needs:
+            batch.extra_info["calculate_sum_pi_squared"] = True
+        batch.extra_info.update(self._pruning.info("old"))
+        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        return self._pruning.after_old_log_prob(batch, metrics)
+
+    @inert
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info.update(self._pruning.info("reference"))
+        return super()._compute_ref_log_prob(batch, metrics)  # type: ignore[misc]
 
     @inert
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -97,9 +152,10 @@ class VerlExtTrainer:
 
         def make(original: Any) -> Any:
             def compute(data: Any, batch_keys: list[str], adv_estimator: Any, **kwargs: Any) -> Any:
-                _complete(active, data)
                 if "sum_pi_squared" in active.columns:
-                    data.batch["sum_pi_squared"] = active.columns["sum_pi_squared"]
+                    data.batch["sum_pi_squared"] = active.columns.pop("sum_pi_squared")
+                trained = self._pruning.show_outside(data, batch_keys)
+                _complete(active, data)
                 checks.check_rewards(active.columns, data.batch["token_level_rewards"], batch_keys)
 
                 def component(name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,12 +171,14 @@ class VerlExtTrainer:
                 active.component = component
                 with columns.active(active):
                     data = original(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **kwargs)
+                dvp.hide_outside(data, trained)
                 checks.check_advantages(data.batch["advantages"], batch_keys, str(adv_estimator))
                 active.metrics.update(trajectory_metrics(active.columns))
                 active.metrics.update(
                     learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"])
                 )
                 self._after_advantage(active, data, batch_keys)
+                self._shown = (data.batch["token_level_rewards"], data.batch["advantages"], data.batch["response_mask"])
                 self._variance_batch = self._for_variance_proxy(active, data)
                 return data
 
@@ -129,11 +187,16 @@ class VerlExtTrainer:
         with wraps.replaced(wraps.ADVANTAGE, make):
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         metrics.update(active.metrics)
+        self._write_transcripts(batch, active)
         return batch
 
     @inert
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        actor = self.config.actor_rollout_ref.actor
+        batch.extra_info.update(self._pruning.info("update"))
+        with self._told(batch, actor, self.actor_rollout_wg, "update_actor", metrics):  # type: ignore[attr-defined]
+            batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        self._pruning.check_update(metrics)
         if self._variance_batch is not None:
             from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
 
@@ -144,8 +207,12 @@ class VerlExtTrainer:
     def _active_batch(self, batch: Any) -> columns.ActiveBatch:
         """Row fields of the batch from its keys, tags and the agent loops' extra fields."""
         extra = _fetch(batch, ["extra_fields"]).get("extra_fields")
-        found, missing = columns.row_fields(batch.keys, batch.tags, None if extra is None else _dicts(extra))
+        extra = None if extra is None else _dicts(extra)
+        found, missing = columns.row_fields(batch.keys, batch.tags, extra)
         active = columns.ActiveBatch(columns=found, missing=missing)
+        if extra is not None:
+            active.metrics.update(rollout_metrics(found, batch.tags, extra))
+        require_a_row(found, active.metrics)
         if "sum_pi_squared" in self._needs:
             from verl.workers.utils.padding import response_from_nested
 
@@ -192,6 +259,34 @@ class VerlExtTrainer:
             first = self.local_trigger_step == 0  # type: ignore[attr-defined]
             records = row_records(active.columns, data, batch_keys)
             write_rows(folder, self.global_steps, records, start=first)  # type: ignore[attr-defined]
+
+    def _write_transcripts(self, batch: Any, active: columns.ActiveBatch) -> None:
+        """Hand the texts of the batch to the transcripts' thread if ``verl_ext.rollouts_dir`` is set."""
+        node = self.config.get("verl_ext")
+        folder = select(node, "rollouts_dir")
+        if not folder:
+            return
+        step = int(self.global_steps)  # type: ignore[attr-defined]
+        if (step - 1) % int(select(node, "rollouts_freq", 1)):
+            return
+        from verl_ext.integration.metrics import row_advantages
+        from verl_ext.transcripts.write import TranscriptWriter, trajectories
+
+        if self._transcripts is None:
+            self._transcripts = TranscriptWriter(folder, self.tokenizer.batch_decode)  # type: ignore[attr-defined]
+        data = _fetch(batch, ["prompts", "responses", "extra_fields"])
+        rewards, advantages, mask = self._shown
+        records = trajectories(
+            step,
+            batch.keys,
+            active.columns,
+            _dicts(data["extra_fields"]) if "extra_fields" in data else [{}] * len(batch.keys),
+            score=rewards.double().sum(-1).numpy(),
+            advantage=row_advantages(advantages, mask),
+            padding=[_padding(tag) for tag in batch.tags],
+        )
+        first = self.local_trigger_step == 0  # type: ignore[attr-defined]
+        self._transcripts.add(records, data["prompts"].unbind(), data["responses"].unbind(), start=first)
 
 
 def _padding(tag: Mapping[str, Any]) -> bool:

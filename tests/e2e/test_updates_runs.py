@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl_ext.updates_per_batch` through verl's real trainer, on one rank and on two; and the transcripts of the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from harness import Lab, make_data
+
+from verl_ext import cli
+from verl_ext.transcripts.read import Choice, read
+
+pytestmark = pytest.mark.e2e
+
+HERE = Path(__file__).resolve().parent
+LOOPS = "- {name: recorded, _target_: scripted_loops.Recorded}\n"
+
+
+def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
+    lab: Lab, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of one to three turns that follow from the prompt: the batch of both runs is the same."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "loops.yaml").write_text(LOOPS)
+    data = make_data(folder, rows=4)
+    own = Lab(model=lab.model, data=data, reward=lab.reward, root=lab.root)
+    settings = [
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=recorded",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+        "actor_rollout_ref.actor.optim.clip_grad=1000000.0",
+        "verl_ext.updates_per_batch=1",
+    ]
+    environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    one = own.run(
+        "updates_one",
+        overrides=[*settings, f"verl_ext.rollouts_dir={lab.root / 'updates_one' / 'rollouts'}"],
+        environment=environment,
+    ).check()
+    two = own.run("updates_two", overrides=[*settings, "trainer.n_gpus_per_node=2"], environment=environment).check()
+    for step in (1, 2):
+        first, second = one.metrics[step], two.metrics[step]
+        assert first["rollout/trajectories"] == second["rollout/trajectories"] == 16
+        assert first["rollout/rows"] == second["rollout/rows"] > 16
+        assert first["updates/per_batch"] == second["updates/per_batch"] == 1
+        assert first["updates/mini_batch_rows"] == first["rollout/rows"] and first["updates/padding_rows"] == 0
+        assert second["updates/padding_rows"] == second["rollout/rows"] % 2
+        rel = 1e-4 if step == 1 else 1e-2  # Adam divides by gradients that are nearly zero
+        assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=rel)
+        assert second["actor/pg_loss"] == pytest.approx(first["actor/pg_loss"], rel=rel, abs=1e-5)
+
+    rows = {row["key"]: row for row in one.rows(1)}
+    records = read(one.folder, Choice(steps=(1, 1)))
+    assert len(records) == 16 and sum(len(record["turns"]) for record in records) == len(rows)
+    for record in records:
+        assert record["agents"] == ["solver"] and record["outcome"] == (
+            "success" if record["reward"] > 0 else "failure"
+        )
+        for turn in record["turns"]:
+            row = rows[f"{record['trajectory']}_{turn['turn']}"]
+            assert turn["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
+            assert turn["reward"] == row["turn_reward"] and turn["observation"] == row["anchor_obs"]
+            assert turn["response_tokens"] == row["response_tokens"] and len(turn["response"]) > 0
+    longest = max(records, key=lambda record: len(record["turns"]))
+    assert cli.main(["rollouts", str(one.folder), "--step", "1", "--trajectory", longest["trajectory"]]) == 0
+    shown = capsys.readouterr().out
+    assert f"trajectory {longest['trajectory']}" in shown and "--- turn 2, solver, reward" in shown

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own FSDP engine on the CPU, with the pass over the logits and without it: same numbers, same gradients."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine_process as cases
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_ext.integration import dvp, engine
+from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
+
+HERE = Path(__file__).parent
+LAYOUTS = ("padded", "packed")
+VOCABULARY = 259
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose logits have a spread of about 1, so that a safe set holds about half of the vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    made = LlamaForCausalLM(config)
+    made.lm_head.weight.data *= 9.0
+    made.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder)
+    return folder
+
+
+def run_ranks(model: Path, world: int) -> list[dict[str, Any]]:
+    """Run `engine_process.py` as `world` processes and load what each left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    out = model.parent / f"out{world}"
+    environment = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "VERL_EXT_STRICT": "1",
+        "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "engine_process.py"), str(model), str(out), str(rank), str(world), port],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for rank in ranks:
+            log, _ = rank.communicate(timeout=300)
+            assert rank.returncode == 0, log[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
+
+
+@pytest.fixture(scope="session")
+def alone(model: Path) -> dict[str, Any]:
+    return run_ranks(model, 1)[0]
+
+
+def responses(found: dict[str, Any], name: str) -> torch.Tensor:
+    """The values at the positions whose output belongs to a response token, all rows after one another."""
+    return torch.cat([row[p - 1 : p + r - 1].double() for (p, r), row in zip(cases.LENGTHS, found[name], strict=True)])
+
+
+def definition(model: Path, kind: str, rho: float) -> dict[str, Any]:
+    """Everything by its definition in float64, one row at a time, and the loss's gradient by autograd."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
+    temperature = cases.TEMPERATURES[kind]
+    every = cases.rows(VOCABULARY)
+    tokens = sum(int(row["loss_mask"].sum()) for row in every)
+    out: dict[str, list[torch.Tensor]] = {
+        name: [] for name in ("log_probs", "entropy", "sum_pi_squared", IN_SET, KEPT_MASS, SET_SIZE, "mask")
+    }
+    loss: Any = 0.0
+    for i, row in enumerate(every):
+        prompt, response = cases.LENGTHS[i]
+        z = network(row["input_ids"][None]).logits[0, prompt - 1 : prompt + response - 1]
+        z = z / (temperature[i] if isinstance(temperature, list) else temperature)
+        keep = z.exp() >= rho * z.exp().max(-1, keepdim=True).values
+        pruned = z.masked_fill(~keep, -torch.inf).log_softmax(-1)
+        p = pruned.exp()
+        label = row["responses"][:, None]
+        inside = keep.gather(-1, label).squeeze(-1)
+        log_probs = z.gather(-1, label).squeeze(-1) - z.masked_fill(~keep, -torch.inf).logsumexp(-1)
+        entropy = -(p * pruned.masked_fill(~keep, 0.0)).sum(-1)
+        trained = row["response_mask"] * inside
+        ratio = (log_probs - row["old_log_probs"].double()).exp()
+        loss = loss - (trained * (row["advantages"] * ratio + cases.LOSS["entropy_coeff"] * entropy)).sum() / tokens
+        found = (
+            log_probs,
+            entropy,
+            p.square().sum(-1),
+            inside,
+            z.softmax(-1).masked_fill(~keep, 0).sum(-1),
+            keep.sum(-1),
+        )
+        for name, value in zip(out, (*found, row["response_mask"]), strict=True):
+            out[name].append(value.detach().double())
+    loss.backward()
+    result: dict[str, Any] = {name: torch.cat(parts) for name, parts in out.items()}
+    result["grad"] = {name: value.grad.float() for name, value in network.named_parameters()}
+    result["tokens"] = tokens
+    return result
+
+
+@pytest.mark.parametrize("kind", cases.TEMPERATURES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pass_gives_what_verl_gives(alone: dict[str, Any], layout: str, kind: str) -> None:
+    """Log-probabilities, entropy, sum of squares, loss and gradients: float32 rounding apart, the same."""
+    verls, ours = alone[f"{layout}/{kind}/verl"], alone[f"{layout}/{kind}/pass"]
+    for name in ("log_probs", "entropy", "sum_pi_squared"):
+        torch.testing.assert_close(responses(ours, name), responses(verls, name), rtol=2e-6, atol=2e-6)
+    assert not torch.equal(*(torch.cat(found["log_probs"]) for found in (verls, ours)))  # the prompts are left out
+    for name, grad in verls["grad"].items():
+        torch.testing.assert_close(ours["grad"][name], grad, rtol=1e-4, atol=3e-7)
+        assert grad.abs().max() > 1e-6
+    assert ours["metrics"]["actor/pg_loss"] == pytest.approx(verls["metrics"]["actor/pg_loss"], rel=1e-5, abs=1e-6)
+    assert OUT_OF_SET_METRIC not in ours["metrics"] and IN_SET not in ours
+
+
+@pytest.mark.parametrize("kind", cases.TEMPERATURES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pruned_policy_is_the_definition(alone: dict[str, Any], model: Path, layout: str, kind: str) -> None:
+    """Also the gradient of verl's loss, where tokens outside the safe set neither train nor move the normaliser."""
+    found, wanted = alone[f"{layout}/{kind}/pruned"], definition(model, kind, cases.RHO)
+    inside = wanted[IN_SET].bool()
+    assert 0.2 < float(inside.double().mean()) < 0.95  # the pruning bites
+    assert torch.equal(responses(found, IN_SET), wanted[IN_SET])
+    assert torch.equal(responses(found, SET_SIZE), wanted[SET_SIZE])
+    for name in ("entropy", "sum_pi_squared", KEPT_MASS, "log_probs"):
+        torch.testing.assert_close(responses(found, name), wanted[name], rtol=1e-5, atol=1e-5)
+    for name, grad in wanted["grad"].items():
+        torch.testing.assert_close(found["grad"][name], grad, rtol=1e-3, atol=2e-6)
+    outside = float((wanted["mask"] * ~inside).sum()) / wanted["tokens"]
+    assert sum(found["metrics"][OUT_OF_SET_METRIC]) == pytest.approx(outside, rel=1e-6)
+    assert found["mask_kept"]  # the caller's batch keeps its response_mask
+
+
+def test_without_pruning_the_gradient_is_another(alone: dict[str, Any]) -> None:
+    plain, pruned = (alone[f"padded/cool/{name}"]["grad"]["lm_head.weight"] for name in ("pass", "pruned"))
+    assert (plain - pruned).abs().max() > 0.1 * plain.abs().max()
+
+
+@pytest.mark.slow
+def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
+    both = run_ranks(model, 2)
+    for case, one in alone.items():
+        if "/" not in case:
+            continue
+        for name in ("log_probs", "entropy", "sum_pi_squared", *([IN_SET] if case.endswith("pruned") else [])):
+            for row, (prompt, response) in enumerate(cases.LENGTHS):
+                place = slice(prompt - 1, prompt + response - 1)  # the last position predicts another row's token
+                two = both[row % 2][case][name][row // 2]
+                torch.testing.assert_close(two[place], one[name][row][place], rtol=1e-6, atol=2e-6)
+        for rank in both:
+            for name, grad in one["grad"].items():
+                torch.testing.assert_close(rank[case]["grad"][name], grad, rtol=1e-4, atol=3e-7)
+        if case.endswith("pruned"):
+            shares = [sum(rank[case]["metrics"][OUT_OF_SET_METRIC]) for rank in both]
+            assert sum(shares) / 2 == pytest.approx(sum(one["metrics"][OUT_OF_SET_METRIC]), rel=1e-5)
+    for rmpad in (False, True):
+        verls, ours = (both[0]["sharded"][f"{name}/{rmpad}"] for name in ("verl", "pass"))
+        for name in ("log_probs", "entropy", "sum_pi_squared"):
+            for row, (prompt, response) in enumerate(cases.LENGTHS[: len(ours[name])]):
+                place = slice(prompt - 1, prompt + response - 1)
+                torch.testing.assert_close(ours[name][row][place], verls[name][row][place], rtol=1e-5, atol=5e-6)
+    for rank in both:
+        verls, ours, pruned = (rank["ulysses"][name] for name in ("verl", "pass", "pruned"))
+        taken = verls["taken"]
+        assert verls["pad"] == ours["pad"] == 1
+        for name in ("log_probs", "entropy", "sum_pi_squared"):
+            torch.testing.assert_close(ours[name][taken], verls[name][taken], rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(ours["grad"], verls["grad"], rtol=1e-4, atol=5e-6)
+        assert 0 < float(pruned[IN_SET][taken].mean()) < 1 and float(pruned[KEPT_MASS][taken].max()) < 1
+        assert torch.equal(pruned[IN_SET], both[0]["ulysses"]["pruned"][IN_SET])  # gathered: the same on all ranks
+
+
+def test_registry_is_extended_once_and_language_models_only() -> None:
+    from verl.workers.engine.base import BaseEngine, EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+    class Other(BaseEngine):
+        """An engine that is not FSDP."""
+
+    class Mine(FSDPEngineWithLMHead):
+        """A user's subclass, for a vendor's device."""
+
+    before = {name: dict(value) for name, value in EngineRegistry._engines["language_model"].items()}
+    values = {name: dict(value) for name, value in EngineRegistry._engines["value_model"].items()}
+    registry = EngineRegistry._engines["language_model"]
+    try:
+        registry["fsdp"][("cuda", "mine")] = Mine
+        registry["fsdp"][("cuda", "other")] = Other
+        engine.extend_registry()
+        extended = dict(registry["fsdp"])
+        engine.extend_registry()
+        assert registry["fsdp"] == extended
+        assert extended[("cuda", "mine")].__mro__[1:3] == (engine.OnePassMixin, Mine)
+        assert extended[("cuda", "other")] is Other
+        for device in ("cuda", "npu"):
+            assert extended[device].__mro__[1:3] == (engine.OnePassMixin, before["fsdp"][device])
+            assert issubclass(registry["fsdp2"][device], engine.OnePassMixin)
+        assert {n: dict(v) for n, v in EngineRegistry._engines["value_model"].items()} == values
+        assert not issubclass(values["fsdp"]["cuda"], engine.OnePassMixin)
+        assert issubclass(values["fsdp"]["cuda"], FSDPEngineWithValueHead)
+    finally:
+        for name, value in before.items():
+            registry[name].clear()
+            registry[name].update(value)
+
+
+class Stock:
+    """verl's engine below the mixin, as far as these tests go: says that it was asked."""
+
+    def prepare_model_outputs(self, **given: Any) -> str:
+        return "verl's answer"
+
+
+class Engine(engine.OnePassMixin, Stock):
+    """The mixin over it."""
+
+
+def asked(logits: torch.Tensor | None = None, **settings: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
+
+    output = type("Output", (), {"logits": torch.zeros(1, 2, 4) if logits is None else logits})()
+    data = tu.get_tensordict({"a": torch.zeros(2)}, non_tensor_dict=settings)
+    return Engine().prepare_model_outputs(output, {}, data, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        engine.engine_info("off", None),
+        {**engine.engine_info("on", None), "use_fused_kernels": True},
+        {**engine.engine_info("on", None), "distillation_use_topk": True},
+        {**engine.engine_info("on", None), "distillation_only": True},
+    ],
+)
+def test_what_the_pass_does_not_know_goes_to_verl(settings: dict[str, Any]) -> None:
+    assert asked(**settings) == "verl's answer"
+
+
+def test_auto_uses_the_pass_where_it_was_measured() -> None:
+    assert asked(torch.zeros(1, 2, 4, device="meta"), **engine.engine_info("auto", None)) == "verl's answer"
+    with pytest.raises(KeyError):  # the pass begins, and this batch has no rows
+        asked(**engine.engine_info("auto", None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_fused_kernels": True}, "fused kernels never form the logits. Set .*use_fused_kernels=false"),
+        ({"distillation_use_topk": True}, "distillation reads the whole vocabulary"),
+        ({"pad_mode": "right"}, "padded by the data set"),
+    ],
+)
+def test_pruning_where_it_cannot_be_done_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"dvp.rho=0.01 cannot prune here: .*{message}"):
+        asked(**engine.engine_info("auto", 0.01), **settings)
+
+
+def test_engine_is_told_by_the_batch() -> None:
+    config = OmegaConf.create({"dvp": {"rho": 0.01, "prune_reference": False}})
+    pruning = dvp.Pruning(config)
+    assert pruning.info("old") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: True}
+    assert pruning.info("update") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: False}
+    assert pruning.info("reference") == {engine.ONE_PASS: "auto", engine.RHO: 0.0, engine.SET_COLUMNS: False}
+    assert dvp.Pruning(OmegaConf.create({"verl_ext": {"one_pass": False}})).info("old") == {}
+
+
+@pytest.mark.slow
+def test_bench_of_a_step_runs_every_variant() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "verl_ext.bench.step", "--json", "--rounds=1", "--rows=2", "--micro=1"),
+            *("--vocabulary=300", "--prompt=3", "--response=4"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["seconds"]) == {"verl", "grpo", "otb", "dvp"}
+    assert all(value > 0 for value in (found["otb_over_grpo"], found["dvp_over_grpo"], found["grpo_over_verl"]))

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl_ext.updates_per_batch`: how rows are dealt to updates, and that a loss's scale does not follow their number."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import verl.trainer.ppo.v1 as v1
+from omegaconf import OmegaConf
+
+from verl_ext.integration import dvp, updates
+from verl_ext.integration.options import OptionError
+from verl_ext.integration.trainer import VerlExtTrainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gradients  # noqa: E402
+
+# ---- dealing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_dealt_once_evenly_and_balanced(count: int, ranks: int, seed: int) -> None:
+    chance = random.Random(seed)
+    real = chance.randrange(max(count, 20), 300)
+    size = -(-real // (count * ranks)) * count * ranks
+    padding = [False] * real + [True] * (size - real)
+    work = [chance.choice([10.0, 20.0, 400.0]) for _ in range(real)] + [1.0] * (size - real)
+    dealt = updates.deal(work, padding, count, ranks)
+    assert sorted(row for mini in dealt for part in mini for row in part) == list(range(size))
+    assert {len(part) for mini in dealt for part in mini} == {size // count // ranks}
+    pads = [sum(padding[row] for part in mini for row in part) for mini in dealt]
+    assert max(pads) - min(pads) <= 1
+    totals = [sum(work[row] for part in mini for row in part) for mini in dealt]
+    assert max(totals) - min(totals) <= 400.0
+    for mini in dealt:
+        parts = [sum(work[row] for row in part) for part in mini]
+        assert max(parts) - min(parts) <= 400.0
+
+
+def test_no_update_is_without_a_real_row() -> None:
+    dealt = updates.deal([5.0, 1.0, 1.0, *[100.0] * 9], [False] * 3 + [True] * 9, 3, 2)
+    assert [sum(row < 3 for part in mini for row in part) for mini in dealt] == [1, 1, 1]
+    with pytest.raises(ValueError, match="2 rows cannot be dealt into 3 updates"):
+        updates.deal([1.0] * 6, [False] * 2 + [True] * 4, 3, 1)
+    with pytest.raises(ValueError, match="7 rows cannot be dealt into 2 updates on 2 ranks"):
+        updates.deal([1.0] * 7, [False] * 7, 2, 2)
+
+
+class Meta(SimpleNamespace):
+    """The part of verl's KVBatchMeta that is read: keys, tags and `reorder`."""
+
+    def reorder(self, order: list[int]) -> None:
+        assert sorted(order) == list(range(len(self.keys)))
+        self.keys, self.tags = [self.keys[i] for i in order], [self.tags[i] for i in order]
+
+
+def test_balanced_batch_is_what_the_ranks_cut() -> None:
+    lengths = [500, 20, 30, 20, 40, 300, 20, 20, 60, 10, 30]
+    batch = Meta(
+        keys=[f"u_{i}_0" for i in range(12)],
+        tags=[{"seq_len": length} for length in lengths] + [{"seq_len": 128, "is_padding": True}],
+    )
+    metrics = updates.balance(batch, updates=2, ranks=3)
+    chunks = [batch.tags[4 * rank : 4 * rank + 4] for rank in range(3)]  # what verl's dispatch gives a rank
+    minis = [[tag for chunk in chunks for tag in chunk[2 * k : 2 * k + 2]] for k in range(2)]  # what a rank cuts
+    tokens = [sum(tag["seq_len"] for tag in mini if not tag.get("is_padding")) for mini in minis]
+    assert (min(tokens), max(tokens)) == (
+        metrics["updates/mini_batch_tokens/min"],
+        metrics["updates/mini_batch_tokens/max"],
+    )
+    assert sum(tokens) == sum(lengths) and max(tokens) < 620
+    loads = [sum(tag["seq_len"] for tag in chunk) for chunk in chunks]
+    assert metrics["global_seqlen/balanced_max"] == max(loads) and metrics["global_seqlen/balanced_min"] == min(loads)
+
+
+def test_dealing_many_rows_takes_little_time() -> None:
+    import time
+
+    chance = random.Random(0)
+    work = [chance.random() for _ in range(20_480)]
+    start = time.thread_time()
+    updates.deal(work, [False] * len(work), 8, 16)
+    assert time.thread_time() - start < 2.0  # measured 0.06 s
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def keys_and_tags(rows: int, padding: int) -> tuple[list[str], list[dict[str, Any]]]:
+    keys = [f"p{i // 8}_{i // 2 % 4}_{i % 2}" for i in range(rows)] + [f"pad_{i}_0" for i in range(padding)]
+    return keys, [{}] * rows + [{"is_padding": True}] * padding
+
+
+@pytest.mark.parametrize(
+    ("mode", "divisor"),
+    [("seq-mean-token-sum", 4.0), ("seq-mean-token-sum-norm", 4.0), ("seq-mean-token-mean", 7.5)],
+)
+def test_divisors(mode: str, divisor: float) -> None:
+    """15 rows of 2 prompts with 4 samples each, in 2 updates."""
+    keys, tags = keys_and_tags(15, 1)
+    assert updates.settings(keys, tags, 4, 2, mode) == {"mini_batch_size": 8, "global_batch_size": divisor}
+
+
+@pytest.mark.parametrize("mode", gradients.MODES)
+def test_with_one_row_a_sample_the_sizes_are_verls(mode: str) -> None:
+    keys = [f"p{i // 4}_{i % 4}_0" for i in range(32)]  # 8 prompts, n=4; ppo_mini_batch_size=4: two updates
+    assert updates.settings(keys, [{}] * 32, 4, 2, mode) == {"mini_batch_size": 16, "global_batch_size": 16.0}
+
+
+def config(**changes: Any) -> Any:
+    base = {
+        "verl_ext": {"updates_per_batch": 2},
+        "algorithm": {"adv_estimator": "grpo"},
+        "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync", "sync": {"parameter_sync_step": 1}}},
+        "data": {"train_batch_size": 4, "max_response_length": 99},
+        "critic": {
+            "enable": None,
+            "use_dynamic_bsz": True,
+            "loss_agg_mode": "token-mean",
+            "loss_scale_factor": None,
+            "ppo_micro_batch_size_per_gpu": None,
+            "forward_micro_batch_size_per_gpu": None,
+        },
+        "actor_rollout_ref": {
+            "actor": {
+                "use_dynamic_bsz": True,
+                "ppo_micro_batch_size_per_gpu": None,
+                "loss_agg_mode": "token-mean",
+                "loss_scale_factor": None,
+                "policy_loss": {"loss_mode": "vanilla"},
+            },
+            "rollout": {"n": 4, "log_prob_use_dynamic_bsz": True, "log_prob_micro_batch_size_per_gpu": None},
+            "ref": {"log_prob_use_dynamic_bsz": True, "log_prob_micro_batch_size_per_gpu": None},
+        },
+    }
+    made = OmegaConf.create(base)
+    for key, value in changes.items():
+        OmegaConf.update(made, key.replace("__", "."), value)
+    return made
+
+
+def test_rows_are_a_multiple_of_all_that_must_divide_them() -> None:
+    assert updates.row_multiple(config(), 3, 2, critic=True) == 6
+    fixed = config(
+        actor_rollout_ref__actor__use_dynamic_bsz=False,
+        actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=4,
+        actor_rollout_ref__rollout__log_prob_use_dynamic_bsz=False,
+        actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=5,
+        critic__use_dynamic_bsz=False,
+        critic__ppo_micro_batch_size_per_gpu=7,
+        critic__forward_micro_batch_size_per_gpu=3,
+    )
+    assert updates.row_multiple(fixed, 3, 2, critic=False) == 120
+    assert updates.row_multiple(fixed, 3, 2, critic=True) == 840
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "two", True])
+def test_bad_values_are_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"verl_ext\.updates_per_batch is .*whole number of at least 1, or null"):
+        updates.check(config(verl_ext__updates_per_batch=value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"verl_ext__updates_per_batch": 17}, "a batch has 16 samples .* at most 16"),
+        ({"trainer__v1__sync__parameter_sync_step": 4, "verl_ext__updates_per_batch": 5}, "a batch has 4 samples"),
+        ({"trainer__use_v1": False}, r"needs verl's V1 trainer\. Set trainer\.use_v1=true"),
+        ({"actor_rollout_ref__actor__policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean, which averages"),
+        (
+            {"actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-sum-norm"},
+            r"Set actor_rollout_ref\.actor\.loss_scale_factor, for example to 99",
+        ),
+        (
+            {"critic__enable": True, "critic__loss_agg_mode": "seq-mean-token-sum-norm"},
+            r"Set critic\.loss_scale_factor",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        updates.check(config(**changes))
+
+
+def test_what_may_surprise_is_said_and_null_says_nothing() -> None:
+    assert updates.check(config()) == []
+    assert (
+        "token-sum divides by nothing" in updates.check(config(actor_rollout_ref__actor__loss_agg_mode="token-sum"))[0]
+    )
+    silent = config(verl_ext__updates_per_batch=None, actor_rollout_ref__actor__policy_loss__loss_mode="geo_mean")
+    assert updates.check(silent) == [] and updates.updates_per_batch(silent) is None
+    # An unused critic's settings do not matter.
+    assert updates.check(config(critic__loss_agg_mode="seq-mean-token-sum-norm")) == []
+
+
+# ---- the trainer's side --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("method", ["_balance_batch", "_get_required_batch_multiple"])
+def test_without_the_key_verl_decides(mode: str, ours: bool, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = v1.get_trainer_cls(mode)
+    monkeypatch.setattr(cls.__mro__[2], method, lambda self, *given, **named: ("verl's answer", given), raising=False)
+    trainer = cls.__new__(cls)
+    trainer._verl_ext, trainer._updates = ours, None
+    arguments = (2,) if method == "_get_required_batch_multiple" else ("batch", {})
+    assert getattr(trainer, method)(*arguments) == ("verl's answer", arguments)
+
+
+class WorkerGroup:
+    """Records the sizes it is told, as verl's worker would read them."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.update_actor = self.train_mini_batch = lambda batch: self.seen.append(
+            {name: batch.extra_info[name] for name in ("mini_batch_size", "global_batch_size", "epochs")}
+        )
+
+
+class VerlUpdates:
+    """Stands for verl's trainer above the mixin: the calls that it makes, with its own sizes."""
+
+    use_critic = True
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info.update(mini_batch_size=16, global_batch_size=16, epochs=2)
+        self.actor_rollout_wg.update_actor(batch)  # type: ignore[attr-defined]
+        return batch
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info.update(mini_batch_size=16, global_batch_size=16, epochs=1)
+        self.critic_wg.train_mini_batch(batch)  # type: ignore[attr-defined]
+        return batch
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_the_workers_are_told_right_before_the_call(asked: int | None) -> None:
+    class Trainer(VerlExtTrainer, VerlUpdates):
+        def __init__(self) -> None:
+            self._verl_ext, self._variance_batch, self._updates, self._updates_now = True, None, asked, asked
+            self.config = config(
+                actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum",
+                critic__loss_agg_mode="seq-mean-token-mean",
+            )
+            self._pruning = dvp.Pruning.of(self.config)
+            OmegaConf.update(self.config, "actor_rollout_ref.actor.ppo_mini_batch_size", 4)
+            OmegaConf.update(self.config, "actor_rollout_ref.actor.ppo_epochs", 2)
+            self.actor_rollout_wg, self.critic_wg = WorkerGroup(), WorkerGroup()
+
+    keys, tags = keys_and_tags(15, 1)
+    batch, metrics, trainer = SimpleNamespace(keys=keys, tags=tags, extra_info={}), {}, Trainer()
+    before = vars(trainer.actor_rollout_wg)["update_actor"], vars(trainer.critic_wg)["train_mini_batch"]
+    assert trainer._update_critic(batch, metrics) is batch and trainer._update_actor(batch, metrics) is batch
+    assert before == (vars(trainer.actor_rollout_wg)["update_actor"], vars(trainer.critic_wg)["train_mini_batch"])
+    own = {"mini_batch_size": 16, "global_batch_size": 16}
+    sizes = {"mini_batch_size": 8}
+    assert trainer.actor_rollout_wg.seen == [{**(sizes | {"global_batch_size": 4.0} if asked else own), "epochs": 2}]
+    assert trainer.critic_wg.seen == [{**(sizes | {"global_batch_size": 7.5} if asked else own), "epochs": 1}]
+    assert metrics == {
+        "updates/per_batch": 4.0 if asked else 2.0,
+        "updates/mini_batch_rows": 8.0 if asked else 16.0,
+        "updates/padding_rows": 1.0,
+    }
+
+
+def test_what_workers_are_told_is_put_back_after_a_failure() -> None:
+    group = WorkerGroup()
+    original = group.update_actor
+    with pytest.raises(RuntimeError, match="worker died"), updates.told(group, "update_actor", {"a": 1}):
+        raise RuntimeError("worker died")
+    assert group.update_actor is original
+
+
+# ---- gradients of verl's worker ------------------------------------------------------------------------------------
+
+
+def train(out: Path, world: int) -> dict[tuple[str, str, int | None], dict[str, Any]]:
+    """The results of `gradients.cases` by (name, mode, updates), from `world` processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    try:
+        for rank in range(world):
+            command = [sys.executable, gradients.__file__, str(out), str(rank), str(world), str(port)]
+            log = (out.parent / f"{out.stem}_{rank}.log").open("wb")
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            children.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        for rank, child in enumerate(children):
+            text = out.parent / f"{out.stem}_{rank}.log"
+            assert child.wait(timeout=240) == 0, text.read_text(errors="replace")[-4000:]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+    found = torch.load(out, weights_only=False)
+    return {(result["name"], result["mode"], result["updates"]): result for result in found}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("gradients") / "one.pt", 1)
+
+
+def mean_gradient(result: dict[str, Any]) -> torch.Tensor:
+    return torch.stack(result["gradients"]).mean(0)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return float((a - b).norm()) <= 5e-6 * float(b.norm()) and float(b.norm()) > 0.1
+
+
+@pytest.mark.parametrize("mode", gradients.MODES)
+def test_rows_do_not_change_the_scale_of_the_loss(one_rank: dict[Any, dict[str, Any]], mode: str) -> None:
+    """One update of a batch: the same tokens in twice the rows, with or without padding, give the same gradient."""
+    base = one_rank["plain", mode, 1]["gradients"][0]
+    assert len(one_rank["split", mode, 1]["gradients"]) == 1
+    assert close(one_rank["split", mode, 1]["gradients"][0], base)
+    assert close(one_rank["big_micro", mode, 1]["gradients"][0], base)
+    doubled = one_rank["doubled", mode, 1]["gradients"][0]
+    # Twice the tokens: a mean stays, a sum over the tokens of a trajectory doubles.
+    assert close(doubled, base * (1 if mode in ("token-mean", "seq-mean-token-mean") else 2))
+    if mode != "seq-mean-token-mean":  # where a row of one's own is a sequence of one's own
+        assert close(one_rank["one_talks", mode, 1]["gradients"][0], base)
+    else:  # the other seven samples keep their share of the mean over rows
+        assert one_rank["one_talks", mode, 1]["sizes"]["global_batch_size"] == 9
+
+
+@pytest.mark.parametrize("mode", [mode for mode in gradients.MODES if mode.startswith("seq-mean")])
+def test_the_updates_of_a_batch_average_to_its_gradient(one_rank: dict[Any, dict[str, Any]], mode: str) -> None:
+    """8 rows in 3 updates: one of 9 rows is padding, and it weighs nothing."""
+    for name in ("plain", "split", "doubled", "one_talks"):
+        result = one_rank[name, mode, 3]
+        assert len(result["gradients"]) == 3 and result["rows"] % 3 == 0
+        assert close(mean_gradient(result), one_rank[name, mode, 1]["gradients"][0])
+
+
+def test_a_token_weighs_the_same_in_each_update_of_token_sum(one_rank: dict[Any, dict[str, Any]]) -> None:
+    total = torch.stack(one_rank["split", "token-sum", 3]["gradients"]).sum(0)
+    assert close(total, one_rank["plain", "token-sum", 1]["gradients"][0])
+
+
+def test_verls_own_mini_batches_follow_the_number_of_rows(one_rank: dict[Any, dict[str, Any]]) -> None:
+    """What the key is for: the same tokens in twice the rows are twice the updates, each of half the weight a token."""
+    for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        plain, split = one_rank["plain", mode, None], one_rank["split", mode, None]
+        assert (len(plain["gradients"]), len(split["gradients"])) == (2, 4)
+        assert close(mean_gradient(plain), one_rank["plain", mode, 1]["gradients"][0])
+        assert close(mean_gradient(split), mean_gradient(plain) / 2)
+
+
+def test_uneven_rows_cost_what_their_tokens_cost(one_rank: dict[Any, dict[str, Any]]) -> None:
+    """One trajectory of 57 rows, one row of 128 tokens, beside 64 equal ones: the micro-batches stay bounded."""
+    even, uneven = one_rank["even", "token-mean", 4], one_rank["uneven", "token-mean", 4]
+    for result in (even, uneven):
+        assert max(part["tokens"] for part in result["micro"]) <= 160
+        assert max(part["rows"] * part["longest"] for part in result["micro"]) <= 160  # also as a rectangle
+        assert result["rows"] == 64 and len(result["gradients"]) == 4
+    assert sum(part["tokens"] for part in uneven["micro"]) == 63 * 16 + 128
+    assert len(uneven["micro"]) <= len(even["micro"]) + 2
+    assert uneven["seconds"] < 3 * even["seconds"]  # measured 1.1
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_gradients_of_one(one_rank: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
+    two = train(tmp_path / "two.pt", 2)
+    compared = 0
+    for key, result in two.items():
+        name, mode, count = key
+        assert result["rows"] % (2 * (count or 2)) == 0
+        assert max(part["tokens"] for part in result["micro"]) <= 4096
+        if count == 1:
+            assert close(result["gradients"][0], one_rank[key]["gradients"][0]), key
+            compared += 1
+        elif count is not None and mode.startswith("seq-mean"):
+            assert close(mean_gradient(result), one_rank[name, mode, 1]["gradients"][0]), key
+            compared += 1
+    assert compared == 37

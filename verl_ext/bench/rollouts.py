@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts: trajectories that advance on their own against a barrier after every turn, on a real rollout server.
+
+Both schedules make the same calls: seeded numbers of turns and seeded response lengths, a prompt that grows by the
+response and an observation each turn, and verl's own client, load balancer and server between caller and engine. In
+lock step all trajectories wait until the last one has its answer; on their own, each goes on at once, as the agent
+loops of verl and of verl_ext do. The runs alternate, after one of each that is not counted; the figure is the median of
+the ratios of their wall-clock times.
+
+What bounds the gain is what the engine's time goes into, which is measured too: a part for each call (remote calls,
+prefill), and for each decoding step ``fixed + per_row * rows``. Were it all fixed, the wall time would go as the number
+of steps; calls and tokens are the same for both schedules, so in what they cost nothing can be gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENGINES = ("embedded", "vllm")
+GOAL = 2 / 3
+OBSERVATION_TOKENS, PROMPT_TOKENS = 8, 32
+MAX_TURNS, LONGEST = 6, 192
+COST_TOKENS = (16, 80)
+"""Lengths of the responses whose difference in time is the cost of decoding."""
+
+
+class Call(NamedTuple):
+    """One trajectory: its response lengths, turn by turn."""
+
+    lengths: tuple[int, ...]
+
+
+class Cost(NamedTuple):
+    """Seconds of a decoding step, ``fixed + per_row * rows``, and of a call, where many are made at once."""
+
+    fixed: float
+    per_row: float
+    call: float = 0.0
+
+
+def plan(trajectories: int, seed: int) -> list[Call]:
+    """Trajectories of 1 to `MAX_TURNS` turns; response lengths with the long tail that they have in training.
+
+    Args:
+        trajectories: how many.
+        seed: of the draw.
+    """
+    chance = random.Random(seed)
+    return [
+        Call(
+            tuple(
+                min(LONGEST, max(4, round(chance.lognormvariate(3.3, 0.9))))
+                for _ in range(chance.randint(1, MAX_TURNS))
+            )
+        )
+        for _ in range(trajectories)
+    ]
+
+
+def steps(calls: Sequence[Call]) -> tuple[int, int]:
+    """Decoding steps of the two schedules, on their own and in lock step, if all rows decode together."""
+    alone = max(sum(call.lengths) for call in calls)
+    longest = [max((call.lengths[turn] for call in calls if turn < len(call.lengths)), default=0) for turn in range(99)]
+    return alone, sum(longest)
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Cost:
+    """Least squares of the seconds of a step over its rows; neither part is negative."""
+    rows = statistics.fmean(row for row, _ in points)
+    seconds = statistics.fmean(second for _, second in points)
+    spread = sum((row - rows) ** 2 for row, _ in points)
+    slope = max(0.0, sum((row - rows) * (second - seconds) for row, second in points) / spread)
+    return Cost(fixed=max(0.0, seconds - slope * rows), per_row=slope)
+
+
+def expected_ratio(calls: Sequence[Call], cost: Cost) -> float:
+    """Ratio of the wall times if calls and decoding steps were all that takes time."""
+    same = cost.per_row * sum(sum(call.lengths) for call in calls) + cost.call * sum(len(c.lengths) for c in calls)
+    alone, lock_step = (cost.fixed * count + same for count in steps(calls))
+    return alone / lock_step
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+
+def make_model(folder: Path, vocabulary: int = 256) -> Path:
+    """An untrained Llama of the demo's size: 2 layers, width 64."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from verl_ext.demo.model import train_tokenizer
+
+    tokenizer = train_tokenizer([f"What is {i} times {i + 7}?" for i in range(200)], vocab_size=vocabulary)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def configure(engine: str, model: Path, rows: int) -> Any:
+    """verl's configuration for one server of the engine on this machine's CPU, checked and completed as in a run."""
+    import verl  # noqa: F401  (loads the plugin, as in a run)
+    from omegaconf import OmegaConf
+
+    from verl_ext import recipes
+    from verl_ext.integration import launch
+
+    rollout = "actor_rollout_ref.rollout"
+    composed = recipes.compose(
+        ["grpo", "cpu"],
+        [
+            f"actor_rollout_ref.model.path={model}",
+            f"{rollout}.name={engine}",
+            f"{rollout}.nnodes=1",
+            f"{rollout}.n_gpus_per_node=1",
+            f"{rollout}.load_format=auto",
+            f"{rollout}.prompt_length={PROMPT_TOKENS + MAX_TURNS * (LONGEST + OBSERVATION_TOKENS)}",
+            f"{rollout}.response_length={LONGEST}",
+            f"{rollout}.max_num_seqs={rows}",
+            f"data.train_files={model}",
+            f"data.val_files={model}",
+        ],
+    )
+    del composed["hydra"]
+    config = OmegaConf.create(composed)
+    launch.prepare(config)
+    return config
+
+
+def start(config: Any) -> Any:
+    """Start Ray and the rollout server as verl does; returns verl's `LLMServerManager`."""
+    import ray
+    from omegaconf import OmegaConf
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    settings = OmegaConf.merge({"runtime_env": get_ppo_ray_runtime_env(config)}, config.ray_kwargs.ray_init)
+    ray.init(**OmegaConf.to_container(settings), log_to_driver=False)
+    return LLMServerManager.create(config=config)
+
+
+class Caller:
+    """Makes the calls of trajectories; contents differ from run to run, so that no cache of prompts helps the second.
+
+    Args:
+        client: verl's client of the rollout servers.
+        vocabulary: token ids of prompts and observations are below it.
+    """
+
+    def __init__(self, client: Any, vocabulary: int) -> None:
+        self.client, self.vocabulary = client, vocabulary
+        self.runs = 0
+
+    async def answer(self, prompt: list[int], length: int, name: str) -> list[int]:
+        """A response of exactly `length` tokens.
+
+        Raises:
+            RuntimeError: the server gave another number of tokens.
+        """
+        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": length, "ignore_eos": True}
+        output = await self.client.generate(request_id=name, prompt_ids=prompt, sampling_params=params)
+        if len(output.token_ids) != length:
+            raise RuntimeError(f"asked for {length} tokens, the rollout server gave {len(output.token_ids)}")
+        return list(output.token_ids)
+
+    def _words(self, chance: random.Random, count: int) -> list[int]:
+        return [chance.randrange(self.vocabulary) for _ in range(count)]
+
+    async def turn(self, prompt: list[int], length: int, name: str, chance: random.Random) -> list[int]:
+        """One call, and the next prompt: this one, the response, an observation."""
+        response = await self.answer(prompt, length, name)
+        return prompt + response + self._words(chance, OBSERVATION_TOKENS)
+
+    async def run(self, calls: Sequence[Call], lock_step: bool) -> float:
+        """Seconds of all trajectories."""
+        self.runs += 1
+        chances = [random.Random(f"{self.runs}/{number}") for number in range(len(calls))]
+        prompts = [self._words(chance, PROMPT_TOKENS) for chance in chances]
+
+        async def one(number: int, turn: int) -> None:
+            name = f"{self.runs}-{number}"
+            prompts[number] = await self.turn(prompts[number], calls[number].lengths[turn], name, chances[number])
+
+        async def alone(number: int) -> None:
+            for turn in range(len(calls[number].lengths)):
+                await one(number, turn)
+
+        begin = time.perf_counter()
+        if lock_step:
+            for turn in range(MAX_TURNS):
+                live = [number for number, call in enumerate(calls) if turn < len(call.lengths)]
+                await asyncio.gather(*(one(number, turn) for number in live))
+        else:
+            await asyncio.gather(*(alone(number) for number in range(len(calls))))
+        return time.perf_counter() - begin
+
+    async def cost(self, most: int, repeats: int) -> Cost:
+        """What steps and calls cost, from batches of equal responses of two lengths."""
+        sizes = sorted({max(1, most // 8), max(1, most // 4), max(1, most // 2), most})
+        best = {(rows, length): float("inf") for rows in sizes for length in COST_TOKENS}
+        for _ in range(repeats):
+            for rows, length in best:
+                seconds = await self.run([Call((length,))] * rows, lock_step=True)
+                best[rows, length] = min(best[rows, length], seconds)
+        short, long = COST_TOKENS
+        step = {rows: max(0.0, best[rows, long] - best[rows, short]) / (long - short) for rows in sizes}
+        cost = fit(list(step.items())) if len(sizes) > 1 else Cost(step[most], 0.0)
+        return cost._replace(call=max(0.0, best[most, short] - short * step[most]) / most)
+
+
+async def measure(caller: Caller, calls: Sequence[Call], pairs: int) -> dict[str, Any]:
+    """Both schedules, alternating, after one of each that is not counted; and the cost of a step."""
+    for lock_step in (False, True):
+        await caller.run(calls, lock_step)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs):
+        for lock_step in (False, True) if pair % 2 == 0 else (True, False):
+            seconds[lock_step].append(await caller.run(calls, lock_step))
+    cost = await caller.cost(len(calls), repeats=min(pairs, 3))
+    tokens = sum(sum(call.lengths) for call in calls)
+    alone, together = steps(calls)
+    return {
+        "wall_vs_lock_step": statistics.median(a / b for a, b in zip(seconds[False], seconds[True], strict=True)),
+        "goal": round(GOAL, 3),
+        "seconds": statistics.median(seconds[False]),
+        "lock_step_seconds": statistics.median(seconds[True]),
+        "trajectories": len(calls),
+        "calls": sum(len(call.lengths) for call in calls),
+        "tokens": tokens,
+        "steps_vs_lock_step": alone / together,
+        "rows_per_step": tokens / alone,
+        "lock_step_rows_per_step": tokens / together,
+        "step_fixed_ms": 1e3 * cost.fixed,
+        "step_per_row_ms": 1e3 * cost.per_row,
+        "call_ms": 1e3 * cost.call,
+        "expected_from_costs": expected_ratio(calls, cost),
+        "pairs": pairs,
+    }
+
+
+def show(found: dict[str, Any], engine: str) -> None:
+    """Print the table."""
+    print(
+        f"{found['trajectories']} trajectories, {found['calls']} calls, {found['tokens']} tokens on the {engine} "
+        f"engine, median of {found['pairs']} pairs\n"
+    )
+    print(f"{'':14}{'seconds':>9}{'rows a step':>13}{'tokens/s':>10}")
+    for name, prefix in (("on their own", ""), ("in lock step", "lock_step_")):
+        seconds, rows = found[f"{prefix}seconds"], found[f"{prefix}rows_per_step"]
+        print(f"{name:14}{seconds:>9.2f}{rows:>13.1f}{found['tokens'] / seconds:>10.0f}")
+    print(f"\nwall time against lock step: {found['wall_vs_lock_step']:.2f} (goal {GOAL:.2f})")
+    print(
+        f"a decoding step costs {found['step_fixed_ms']:.2f} ms and {found['step_per_row_ms']:.3f} ms a row, a call "
+        f"{found['call_ms']:.2f} ms. From these alone: {found['expected_from_costs']:.2f}\n(were the fixed part all: "
+        f"{found['steps_vs_lock_step']:.2f}, the ratio of the numbers of steps; were it nothing: 1.00)"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; see the module's text."""
+    parser = argparse.ArgumentParser(prog="verl-ext bench rollouts", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--engine", choices=ENGINES, default="embedded", help="rollout.name (default: %(default)s)")
+    parser.add_argument("--model", type=Path, default=None, help="a model's folder (default: a small one made here)")
+    parser.add_argument("--trajectories", type=int, default=64, help="rollouts of the batch (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, help="measured runs of each schedule (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of turns and response lengths (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="16 trajectories, one pair: to see that it runs")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    args = parser.parse_args(argv)
+    for name in ("trajectories", "pairs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.quick:
+        args.trajectories, args.pairs = min(args.trajectories, 16), 1
+    if args.engine == "vllm":
+        from importlib.util import find_spec
+
+        if find_spec("vllm") is None:
+            print("verl-ext bench rollouts: --engine vllm needs vLLM, which is not installed here", file=sys.stderr)
+            return 1
+    with tempfile.TemporaryDirectory(prefix="bench_rollouts") as folder:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        found = _measured(args, args.model.resolve() if args.model else make_model(Path(folder) / "model"))
+    show(found, args.engine)
+    if args.json:
+        print(json.dumps({"engine": args.engine, "quick": args.quick, "seed": args.seed, **found}))
+    return 0
+
+
+def _measured(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    config = configure(args.engine, model, max(args.trajectories, 8))
+    import ray
+    from transformers import AutoTokenizer
+
+    manager = start(config)
+    try:
+        vocabulary = len(AutoTokenizer.from_pretrained(str(model)))
+        caller = Caller(manager.get_client(), vocabulary)
+        return asyncio.run(measure(caller, plan(args.trajectories, args.seed), args.pairs))
+    finally:
+        ray.shutdown()

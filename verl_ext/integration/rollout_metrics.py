@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What agent loops say about their trajectories, as training metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_ext.integration.checks import BatchError
+
+
+def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_fields: Sequence[Any]) -> dict[str, float]:
+    """Means of the numbers that came with the trajectories, and counts of what went wrong.
+
+    Each trajectory counts once, by its last row, whatever the number of its rows and whether it is trained on.
+
+    Args:
+        columns: ``traj_uid`` [B] object and ``turn_index`` [B] int64.
+        tags: verl's tags of the rows; rows that verl made to fill a mini-batch (``is_padding``) are left out.
+        extra_fields: the agent loop's dict of every row, of which ``reward_extra_info`` (numbers by name), ``failure``
+            and ``stop_reason`` (str) are read where they are present.
+
+    Returns:
+        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info``; and, if the loops report failures at all,
+        ``rollout/failed_trajectories`` and ``rollout/failures/<reason>`` (counts).
+    """
+    turns = columns["turn_index"]
+    last: dict[str, int] = {}
+    for row, (trajectory, tag) in enumerate(zip(columns["traj_uid"], tags, strict=True)):
+        if not tag.get("is_padding", False) and (trajectory not in last or turns[row] > turns[last[trajectory]]):
+            last[trajectory] = row
+    numbers: dict[str, list[float]] = defaultdict(list)
+    failures: dict[str, int] = defaultdict(int)
+    reported = False
+    for row in last.values():
+        fields = extra_fields[row] or {}
+        for name, value in (fields.get("reward_extra_info") or {}).items():
+            if isinstance(value, int | float | np.number) and np.isfinite(value):
+                numbers[str(name)].append(float(value))
+        if isinstance(fields.get("failure"), str):
+            reported = True
+            if fields["failure"]:
+                failures[fields["failure"]] += 1
+    out = {f"trajectory/{name}": float(np.mean(values)) for name, values in numbers.items()}
+    if reported:
+        out["rollout/failed_trajectories"] = float(sum(failures.values()))
+        out.update({f"rollout/failures/{reason}": float(count) for reason, count in failures.items()})
+    return out
+
+
+def require_a_row(columns: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Refuse a batch of which no row may be trained on; verl would divide by nothing or fail in its own words.
+
+    Args:
+        columns: ``valid_row`` [B] bool.
+        metrics: what :func:`rollout_metrics` returned for the batch.
+
+    Raises:
+        BatchError: names the reasons that the agent loops gave.
+    """
+    if np.asarray(columns["valid_row"], dtype=bool).any():
+        return
+    prefix = "rollout/failures/"
+    reasons = [f"{name[len(prefix) :]}: {n:.0f}" for name, n in metrics.items() if name.startswith(prefix)]
+    raise BatchError(
+        f"no row of this batch can be trained on (failed trajectories: {', '.join(reasons) or 'none reported'}). The "
+        "log of the agent loop workers says what happened in each."
+    )

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and optimiser steps: ``verl_ext.updates_per_batch``.
+
+verl cuts a batch into mini-batches of ``ppo_mini_batch_size * rollout.n`` *rows*. Where a sample has one row that is a
+number of samples. Where it has several (turns, agents), a batch with more rows gets more optimiser steps, and it is
+filled up to a multiple of the mini-batch with rows of padding, nearly all of them in the last one. That is verl's own
+behaviour, ``updates_per_batch: null``.
+
+``updates_per_batch: N`` makes N updates of every batch (times ``ppo_epochs``), however many rows it has: the rows are
+dealt into N mini-batches of equal size and nearly equal work, and so are the few rows of padding (fewer than N times
+the ranks, with micro-batches by tokens). ``ppo_mini_batch_size`` then has no say. What a row weighs depends on
+``loss_agg_mode``; with R real rows and S samples (prompts times ``rollout.n``) in the batch, an update's loss is
+divided by:
+
+=======================  ======================================  ===========================================
+loss_agg_mode            verl's divisor                          with N updates a batch
+=======================  ======================================  ===========================================
+token-mean               tokens of the mini-batch                the same: rows do not enter
+token-sum                nothing                                 the same: rows do not enter
+seq-mean-token-sum       ``ppo_mini_batch_size * rollout.n``     S / N: a token weighs the same however many
+                         rows                                    rows it and the others are cut into
+seq-mean-token-sum-norm  as above, times ``loss_scale_factor``   S / N times ``loss_scale_factor``, which must
+                         or the longest row of the micro-batch   be given: the longest row is not a constant
+seq-mean-token-mean      as above                                R / N: the mean over rows, whatever their
+                                                                 number
+=======================  ======================================  ===========================================
+
+A mini-batch is one update's; a sequence of seq-mean-token-sum is thus a whole trajectory, with all its rows.
+With one row a sample and N = rows / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected rows (mask
+all zero) count in S and R, so that a rejection does not make the others heavier; padding counts nowhere. Tokens are
+those of verl's ``loss_mask``, which is the mask before rejection. Entropy, KL and critic losses go the same way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from verl_ext.integration.columns import split_key
+from verl_ext.integration.options import OptionError, select
+
+logger = logging.getLogger(__name__)
+
+KEY = "verl_ext.updates_per_batch"
+LOCAL_MEAN_LOSSES = ("geo_mean",)
+"""verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
+
+
+def updates_per_batch(config: Any) -> int | None:
+    """The value of ``verl_ext.updates_per_batch``: a whole number of at least 1, or None for verl's own behaviour.
+
+    Raises:
+        OptionError: another value.
+    """
+    value = select(config.get("verl_ext"), "updates_per_batch")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(
+            f"{KEY} is {value!r}; give the number of updates of a batch, a whole number of at least 1, or null for "
+            "mini-batches of ppo_mini_batch_size * rollout.n rows."
+        )
+    return value
+
+
+def check(config: Any) -> list[str]:
+    """Check what ``verl_ext.updates_per_batch`` needs.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        OptionError: a bad value, more updates than a batch has samples, a legacy trainer, or a loss whose scale cannot
+            be kept independent of the number of rows.
+    """
+    updates = updates_per_batch(config)
+    if updates is None:
+        return []
+    if not config.trainer.get("use_v1", True):
+        raise OptionError(
+            f"{KEY}={updates} needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=null."
+        )
+    actor, n = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
+    trainer = config.trainer.get("v1") or {}
+    local_steps = int(select(trainer.get(trainer.get("trainer_mode", "sync")), "parameter_sync_step", 1))
+    samples = int(config.data.train_batch_size) // local_steps * n
+    if updates > samples:
+        raise OptionError(
+            f"{KEY} is {updates}, but a batch has {samples} samples (prompts times rollout.n) and an update needs at "
+            f"least one. Set {KEY} to at most {samples}."
+        )
+    loss = str(actor.policy_loss.loss_mode)
+    if loss in LOCAL_MEAN_LOSSES:
+        raise OptionError(
+            f"{KEY}={updates} cannot fix the scale of actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which "
+            f"averages over the rows of each micro-batch, padding included. Choose another loss or set {KEY}=null."
+        )
+    sections = {"actor_rollout_ref.actor": actor}
+    if config.get("critic") is not None and _has_critic(config):
+        sections["critic"] = config.critic
+    for name, section in sections.items():
+        if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.get("loss_scale_factor") is None:
+            raise OptionError(
+                f"{name}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each micro-batch "
+                f"while {name}.loss_scale_factor is null, so the scale would change with the rows that meet in one. "
+                f"Set {name}.loss_scale_factor, for example to {config.data.max_response_length} "
+                "(data.max_response_length)."
+            )
+    return [
+        f"{name}.loss_agg_mode=token-sum divides by nothing: an update of a batch with more tokens is larger, and with "
+        f"{KEY}={updates} each update sums over 1/{updates} of the batch."
+        for name, section in sections.items()
+        if section.loss_agg_mode == "token-sum"
+    ]
+
+
+def _has_critic(config: Any) -> bool:
+    """As verl decides it, without its warning."""
+    enabled = select(config.critic, "enable")
+    name = select(config.algorithm, "adv_estimator")
+    return bool(enabled) if enabled is not None else getattr(name, "value", name) == "gae"
+
+
+def row_multiple(config: Any, updates: int, ranks: int, critic: bool) -> int:
+    """The number of rows of a batch must be a multiple of this, so that every step can split it evenly.
+
+    Args:
+        config: verl's whole config.
+        updates: updates of a batch.
+        ranks: data-parallel size.
+        critic: whether a critic is trained.
+    """
+    policy = config.actor_rollout_ref
+    multiple = updates * ranks
+    if not policy.actor.use_dynamic_bsz:
+        multiple = math.lcm(multiple, updates * ranks * _size(policy.actor, "ppo_micro_batch_size_per_gpu"))
+    for section in (policy.rollout, policy.ref):
+        if not section.get("log_prob_use_dynamic_bsz", True):
+            multiple = math.lcm(multiple, ranks * _size(section, "log_prob_micro_batch_size_per_gpu"))
+    if critic and not config.critic.use_dynamic_bsz:
+        multiple = math.lcm(multiple, updates * ranks * _size(config.critic, "ppo_micro_batch_size_per_gpu"))
+        multiple = math.lcm(multiple, ranks * _size(config.critic, "forward_micro_batch_size_per_gpu"))
+    return multiple
+
+
+def _size(section: Any, name: str) -> int:
+    return int(select(section, name, 1))
+
+
+def deal(work: Sequence[float], padding: Sequence[bool], updates: int, ranks: int) -> list[list[list[int]]]:
+    """Deal rows into mini-batches of equal size and nearly equal work.
+
+    Real rows go to the mini-batch with the least work that has room, the largest first; padding is spread evenly, so
+    that no mini-batch is without a real row. Each mini-batch is then dealt to the ranks in the same way.
+
+    Args:
+        work: [B] cost of each row, in any unit.
+        padding: [B] whether a row is padding.
+        updates: number of mini-batches.
+        ranks: data-parallel size; B is a multiple of ``updates * ranks``.
+
+    Returns:
+        For each mini-batch and rank the positions of its rows, ascending.
+
+    Raises:
+        ValueError: B is not such a multiple, or there are fewer real rows than updates.
+    """
+    size = len(work)
+    if size % (updates * ranks):
+        raise ValueError(f"{size} rows cannot be dealt into {updates} updates on {ranks} ranks evenly")
+    real = [row for row in range(size) if not padding[row]]
+    if len(real) < updates:
+        raise ValueError(f"{len(real)} rows cannot be dealt into {updates} updates: an update needs a row")
+    pads = [row for row in range(size) if padding[row]]
+    shares = [pads[update::updates] for update in range(updates)]
+    room = [size // updates - len(share) for share in shares]
+    start = [float(sum(work[row] for row in share)) for share in shares]
+    dealt = _least_loaded(real, work, room, start)
+    return [
+        _least_loaded(rows + share, work, [size // updates // ranks] * ranks, [0.0] * ranks)
+        for rows, share in zip(dealt, shares, strict=True)
+    ]
+
+
+def _least_loaded(
+    rows: Sequence[int], work: Sequence[float], room: Sequence[int], start: Sequence[float]
+) -> list[list[int]]:
+    """Put each row, the largest first, into the bin with the least work that still has room."""
+    bins: list[list[int]] = [[] for _ in room]
+    heap = [(load, number) for number, load in enumerate(start) if room[number] > 0]
+    heapq.heapify(heap)
+    for row in sorted(rows, key=lambda row: -work[row]):
+        load, number = heapq.heappop(heap)
+        bins[number].append(row)
+        if len(bins[number]) < room[number]:
+            heapq.heappush(heap, (load + work[row], number))
+    return [sorted(chosen) for chosen in bins]
+
+
+def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
+    """Reorder a padded batch in place so that verl's even cuts give the mini-batches of `deal`.
+
+    Args:
+        batch: verl's KVBatchMeta; ``tags`` hold ``seq_len`` and, for padding, ``is_padding``.
+        updates: number of mini-batches.
+        ranks: data-parallel size.
+
+    Returns:
+        Metrics: ``updates/mini_batch_tokens/{min,max}`` (prompt and response tokens, without padding rows) and verl's
+        ``global_seqlen/*`` for the ranks as they now are.
+    """
+    import torch
+    from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
+
+    lengths = [int(tag["seq_len"]) for tag in batch.tags]
+    padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+    work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).double().tolist()
+    mini_batches = deal(work, padding, updates, ranks)
+    partitions = [[row for mini_batch in mini_batches for row in mini_batch[rank]] for rank in range(ranks)]
+    metrics = log_seqlen_unbalance(lengths, partitions, prefix="global_seqlen")
+    tokens = [
+        sum(0 if padding[row] else lengths[row] for part in mini_batch for row in part) for mini_batch in mini_batches
+    ]
+    metrics.update({"updates/mini_batch_tokens/min": min(tokens), "updates/mini_batch_tokens/max": max(tokens)})
+    batch.reorder([row for partition in partitions for row in partition])
+    return metrics
+
+
+def settings(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], n: int, updates: int, mode: str) -> dict[str, Any]:
+    """What verl's worker is told about the mini-batches of a batch.
+
+    Args:
+        keys: storage keys of the rows, padding included.
+        tags: verl's tags of the rows.
+        n: ``rollout.n``, samples a prompt.
+        updates: number of mini-batches.
+        mode: ``loss_agg_mode``.
+
+    Returns:
+        ``mini_batch_size`` in rows and ``global_batch_size``, verl's name for the divisor of the seq-mean modes.
+    """
+    real = [key for key, tag in zip(keys, tags, strict=True) if not tag.get("is_padding", False)]
+    prompts = {split_key(key)[0] for key in real}
+    units = len(real) if mode == "seq-mean-token-mean" else len(prompts) * n
+    return {"mini_batch_size": len(keys) // updates, "global_batch_size": units / updates}
+
+
+@contextmanager
+def told(worker_group: Any, method: str, changes: Mapping[str, Any] | None) -> Iterator[None]:
+    """Add `changes` to the ``extra_info`` of the batch that verl hands to a method of a worker group in this block.
+
+    verl writes its own sizes there right before the call, so this is the only place where others can be said. Nothing
+    happens when `changes` is None.
+    """
+    if changes is None:
+        yield
+        return
+    original = getattr(worker_group, method)
+    own = method in vars(worker_group)
+
+    def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch.extra_info.update(changes)
+        return original(batch, *args, **kwargs)
+
+    setattr(worker_group, method, call)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(worker_group, method, original)
+        else:
+            delattr(worker_group, method)
+
+
+def step_metrics(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], rows: int, epochs: int) -> dict[str, float]:
+    """How a batch was cut.
+
+    Args:
+        keys, tags: of the padded batch.
+        rows: rows of a mini-batch.
+        epochs: ``ppo_epochs``.
+
+    Returns:
+        ``updates/per_batch`` (optimiser steps), ``updates/mini_batch_rows`` and ``updates/padding_rows``.
+    """
+    return {
+        "updates/per_batch": float(len(keys) // rows * epochs),
+        "updates/mini_batch_rows": float(rows),
+        "updates/padding_rows": float(sum(bool(tag.get("is_padding", False)) for tag in tags)),
+    }

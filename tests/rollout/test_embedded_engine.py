@@ -84,6 +84,21 @@ def test_concurrent_equals_sequential_whatever_the_arrival(model):
             assert other.logprobs == pytest.approx(request.logprobs, abs=1e-5)
 
 
+def test_noise_on_the_logits_makes_the_sampler_disagree_by_as_much(model):
+    """The reported log-probabilities are those of the noisy policy that was sampled from."""
+    engine = GenerationEngine(model, max_model_len=256, logits_noise=0.1)
+    params = SamplingParams(max_tokens=40)
+    differences = torch.cat(
+        [
+            torch.tensor(request.logprobs) - reference_logprobs(model, request, 1.0)
+            for request in run(engine, [Request(p, params) for p in prompts(9)])
+        ]
+    )
+    assert 0.07 < differences.std() < 0.13
+    with pytest.raises(ValueError, match="logits_noise=-1"):
+        GenerationEngine(model, logits_noise=-1)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_plain_forward(model, temperature):
     engine = GenerationEngine(model, max_model_len=256)

@@ -105,6 +105,8 @@ class GenerationEngine:
         seed: base of the default request seeds.
         logprobs_mode: see :mod:`verl_ext.rollout.embedded.sampling`.
         vocab_limit: ids at and beyond it are never sampled (padded vocabulary); ``None`` samples all.
+        logits_noise: standard deviation of normal noise added to every logit of every step, as a stand-in for an
+            engine whose arithmetic differs from the trainer's; 0, none, but for studies of that difference.
 
     Raises:
         ValueError: an unsupported model or argument.
@@ -122,7 +124,10 @@ class GenerationEngine:
         seed: int = 0,
         logprobs_mode: str = "processed_logprobs",
         vocab_limit: int | None = None,
+        logits_noise: float = 0.0,
     ) -> None:
+        if not (math.isfinite(logits_noise) and logits_noise >= 0):
+            raise ValueError(f"logits_noise={logits_noise!r} must be a finite number of at least 0")
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is not one of {list(LOGPROBS_MODES)}")
         for name, value in (
@@ -164,6 +169,8 @@ class GenerationEngine:
         self.kv_cache_tokens = max(1, kv_cache_bytes // kv_bytes_per_token(config, self.dtype))
         self.seed = seed
         self.logprobs_mode = logprobs_mode
+        self.logits_noise = logits_noise
+        self._noise_generator = torch.Generator().manual_seed(seed & _SEED_MASK)
         #: Version of the weights; recorded in each request.
         self.version: int | None = None
         self._accepts_logits_to_keep = "logits_to_keep" in arguments
@@ -413,6 +420,9 @@ class GenerationEngine:
 
     def _sample(self, logits: torch.Tensor, requests: list[Request], batch: BatchSampling) -> torch.Tensor:
         """Sample one token a request and append it; returns the tokens ``(rows,)``."""
+        if self.logits_noise > 0:
+            noise = torch.randn(logits.shape, generator=self._noise_generator)
+            logits = logits + self.logits_noise * noise.to(logits.device)
         edited = logits
         if self.vocab_limit is not None:
             edited = edited.clone()

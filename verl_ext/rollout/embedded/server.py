@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -52,6 +53,8 @@ class EmbeddedOptions:
         attn_implementation: ``sdpa`` or ``eager``.
         logprobs_mode: overrides ``rollout.logprobs_mode``; see :mod:`verl_ext.rollout.embedded.sampling`.
         mask_padded_vocab: never sample ids that the tokenizer does not have (verl's vLLM server does the same).
+        logits_noise: standard deviation of noise on every logit, for studies of samplers that disagree with the
+            trainer; 0, none, else.
 
     Raises:
         ValueError: an unknown key or a value out of range.
@@ -65,6 +68,7 @@ class EmbeddedOptions:
     attn_implementation: str = "sdpa"
     logprobs_mode: str | None = None
     mask_padded_vocab: bool = True
+    logits_noise: float = 0.0
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> EmbeddedOptions:
@@ -82,6 +86,9 @@ class EmbeddedOptions:
             value = given.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{where}.{name}={value!r} must be an integer of at least 1")
+        noise = given.get("logits_noise", 0.0)
+        if not isinstance(noise, int | float) or not 0 <= noise < math.inf:
+            raise ValueError(f"{where}.logits_noise={noise!r} must be a finite number of at least 0")
         if not isinstance(given.get("num_cpus", 0), int | float) or given.get("num_cpus", 0) < 0:
             raise ValueError(f"{where}.num_cpus={given['num_cpus']!r} must be a number >= 0")
         if given.get("attn_implementation", "sdpa") not in ("sdpa", "eager"):
@@ -185,6 +192,7 @@ class EmbeddedServer:
             # replicas must not draw the same samples for the same prompt
             seed=config.seed + 1_000_003 * self.replica_rank,
             logprobs_mode=options.logprobs_mode or config.logprobs_mode or "processed_logprobs",
+            logits_noise=options.logits_noise,
             vocab_limit=vocab_limit,
         )
 

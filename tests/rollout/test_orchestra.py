@@ -1,0 +1,802 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orchestras through verl's agent loop interface: tokenizer, rewards, retriever real, the engine's answers scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.demo.model import train_tokenizer
+from verl_ext.integration import checks
+from verl_ext.integration.options import OptionError
+from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, orchestra, together
+from verl_ext.rollout.orchestra import loop as loop_module
+from verl_ext.rollout.orchestra.core import REASONS
+from verl_ext.rollout.orchestra.settings import check
+
+QUESTION = "What is 3 + 9?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer([QUESTION] * 64)
+
+
+@pytest.fixture(autouse=True)
+def fresh_fates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_fates", {})
+
+
+class Scripted:
+    """An engine that answers by a function of the prompt's text; an answer may come late, raise, or be empty."""
+
+    def __init__(self, tokenizer: Any, answer: Callable[[str], Any], end: bool = True) -> None:
+        self.tokenizer, self.answer, self.end = tokenizer, answer, end
+        self.prompts: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **kwargs: Any) -> Any:
+        prompt = self.tokenizer.decode(prompt_ids)
+        self.prompts.append(prompt)
+        self.requests.append({"request_id": request_id, "prompt_ids": prompt_ids, **sampling_params, **kwargs})
+        text = self.answer(prompt)
+        if isinstance(text, tuple):
+            delay, text = text
+            await asyncio.sleep(delay)
+        if isinstance(text, Exception):
+            raise text
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = [*ids, self.tokenizer.eos_token_id] if self.end and text else ids
+        return TokenOutput(
+            token_ids=ids[: sampling_params["max_tokens"]],
+            log_probs=[-0.5] * len(ids),
+            extra_fields={"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7},
+        )
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if "raise" in solution_str:
+        raise ZeroDivisionError("in the reward")
+    return {"score": float(solution_str.strip() == str(ground_truth)), "length": len(solution_str), "note": "text"}
+"""
+
+
+@pytest.fixture
+def play(tokenizer: Any, tmp_path: Path) -> Callable[..., tuple[list[AgentLoopOutput], Scripted]]:
+    """Plays one trajectory, the loop made as verl makes it."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+
+    def run_one(
+        name: str | None,
+        answer: Callable[[str], Any],
+        *,
+        keys: dict[str, Any] | None = None,
+        entry: dict[str, Any] | None = None,
+        row: dict[str, Any] | None = None,
+        prompt_length: int = 2048,
+        response_length: int = 64,
+        rollout: dict[str, Any] | None = None,
+        tools: list[Any] | None = None,
+        server: Any = None,
+        reward_path: str = str(reward),
+    ) -> tuple[list[AgentLoopOutput], Scripted]:
+        limits = {"prompt_length": prompt_length, "response_length": response_length, **(rollout or {})}
+        node = {**({"name": name} if name else {}), **(keys or {})}
+        config = OmegaConf.create(
+            {
+                "actor_rollout_ref": {"rollout": limits},
+                "data": {},
+                "verl_ext": {"orchestra": node},
+                "reward": {
+                    "custom_reward_function": {"path": reward_path, "name": "compute_score", "reward_kwargs": {}}
+                },
+            }
+        )
+        engine = server or Scripted(tokenizer, answer)
+        columns = {
+            "raw_prompt": [{"role": "user", "content": QUESTION}],
+            "reward_model": {"ground_truth": "12"},
+            "data_source": "toy",
+            "session_id": 2,
+            "global_steps": 7,
+            **(row or {}),
+        }
+
+        async def run() -> list[AgentLoopOutput]:
+            made = hydra.utils.instantiate(
+                config={**_agent_loop_registry[loop_module.AGENT_NAME], "name": "x", **(entry or {})},
+                trainer_config=DictConfigWrap(config),
+                server_manager=engine,
+                tokenizer=tokenizer,
+                processor=None,
+                hf_model_type="llama",
+                dataset_cls=RLHFDataset,
+                data_config=DictConfigWrap(config.data),
+                tools=ToolListWrap(tools or []),
+            )
+            assert isinstance(made, loop_module.OrchestraLoop)
+            return await made.run({"temperature": 1.0, "logprobs": True}, **columns)
+
+        return asyncio.run(run()), engine
+
+    return run_one
+
+
+def fields(rows: list[AgentLoopOutput], name: str) -> list[Any]:
+    return [row.extra_fields[name] for row in rows]
+
+
+def info(rows: list[AgentLoopOutput]) -> dict[str, float]:
+    return rows[-1].extra_fields["reward_extra_info"]
+
+
+# A team of this file.
+
+
+@agent
+def asker(text):
+    """Ask for a number."""
+    return text or None
+
+
+@agent("teller", role="Tell a number.", max_tokens=4)
+def read_number(text):
+    return int(text)
+
+
+@orchestra("test_pair")
+async def pair(task, asker, teller, *, rounds: int = 1, ending: Literal["text", "number", "none", "outcome"] = "text"):
+    """Ask, then tell."""
+    for _ in range(rounds):
+        question = await asker(task.messages)
+        answer = await teller([*task.messages, {"role": "user", "content": question.text}])
+        question.reward = 0.25
+    if ending == "text":
+        return answer.text
+    if ending == "number":
+        return 0.5
+    return None if ending == "none" else Outcome(answer=answer.text, info={"rounds": rounds})
+
+
+def by_role(**answers: Any) -> Callable[[str], Any]:
+    """Answers by a word of the role prompt."""
+
+    def answer(prompt: str) -> Any:
+        for word, text in answers.items():
+            if word.replace("_", " ") in prompt:
+                return text
+        raise AssertionError(prompt)
+
+    return answer
+
+
+PAIR = by_role(Ask="how much?", Tell="12")
+
+
+def test_each_call_is_a_row(play: Any, tokenizer: Any) -> None:
+    rows, server = play("test_pair", PAIR, keys={"options": {"rounds": 2}})
+    assert fields(rows, "agent_id") == ["asker", "teller"] * 2
+    assert fields(rows, "turn_reward") == [0.25, 0.0, 0.25, 1.0]
+    assert [row.reward_score for row in rows] == [1.0] * 4
+    assert fields(rows, "is_action_valid") == fields(rows, "valid_row") == [True] * 4
+    assert fields(rows, "anchor_obs") == [QUESTION, "how much?"] * 2
+    assert fields(rows, "failure") == [""] * 4
+    assert fields(rows, "model") == ["policy"] * 4
+    assert fields(rows, "max_global_steps") == [7] * 4
+    for row, request in zip(rows, server.requests, strict=True):
+        assert request["prompt_ids"] == row.prompt_ids
+        assert row.response_mask == [1] * len(row.response_ids)
+        assert row.response_logprobs == [-0.5] * len(row.response_ids)
+    assert server.prompts[1] == (
+        "<|im_start|>system\nTell a number.<|im_end|>\n"
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>user\nhow much?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # An agent's calls go to one server, where its prefix is cached; its own bound is passed on.
+    assert len({request["request_id"] for request in server.requests}) == 2
+    assert [request["max_tokens"] for request in server.requests] == [64, 4, 64, 4]
+    assert tokenizer.decode(rows[1].response_ids) == "12<|im_end|>"
+
+
+def test_numbers_for_validation(play: Any) -> None:
+    rows, _ = play("test_pair", PAIR, keys={"options": {"rounds": 2}})
+    numbers = info(rows)
+    assert numbers["calls_asker"] == numbers["calls_teller"] == 2.0 and numbers["calls"] == 4.0
+    assert numbers["score"] == 1.0 and numbers["length"] == 2.0 and "note" not in numbers
+    assert {f"failure_{reason}" for reason in REASONS} <= set(numbers)
+    assert all(type(value) is float for value in numbers.values())
+    assert numbers["failed"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcome", "turns"),
+    [
+        ("text", 1.0, [0.25, 1.0]),
+        ("number", 0.5, [0.25, 0.5]),
+        ("none", 0.25, [0.25, 0.0]),
+        ("outcome", 1.0, [0.25, 1.0]),
+    ],
+)
+def test_what_an_orchestration_may_return(play: Any, ending: str, outcome: float, turns: list[float]) -> None:
+    rows, _ = play("test_pair", PAIR, keys={"options": {"ending": ending}})
+    assert [row.reward_score for row in rows] == [outcome] * 2
+    assert fields(rows, "turn_reward") == turns
+    assert info(rows).get("rounds") == (1.0 if ending == "outcome" else None)
+
+
+def test_the_rows_become_columns_as_verl_makes_them(play: Any) -> None:
+    rows, _ = play("test_pair", by_role(Ask="", Tell="12"))
+    columns = list_of_dict_to_tensordict([row.as_dict() for row in rows])
+    assert [sum(score.tolist()) for score in columns["rm_scores"].unbind()] == [1.0, 1.0]
+    assert [mask.tolist() for mask in columns["response_mask"].unbind()][0] == [0]
+    assert [len(column) for column in columns["rollout_log_probs"].unbind()] == [len(r.response_ids) for r in rows]
+
+
+def test_unreadable_empty_and_endless_answers(play: Any, tokenizer: Any) -> None:
+    rows, _ = play("test_pair", by_role(Ask="", Tell="twelve"))
+    assert fields(rows, "is_action_valid") == [False, False]
+    assert rows[0].response_mask == [0] and rows[0].response_logprobs == [0.0]  # no token, so no token to train on
+    assert fields(rows, "valid_row") == [True, True]  # but a sample all the same
+    assert info(rows)["failure_empty_response"] == 1.0 and info(rows)["invalid_teller"] == 1.0
+    assert fields(rows, "failure") == ["", ""] and rows[0].reward_score == 0.0
+    long = Scripted(tokenizer, by_role(Ask="?" * 640, Tell="1" * 640), end=False)
+    rows, _ = play("test_pair", PAIR, server=long)
+    assert [len(row.response_ids) for row in rows] == [64, 4]
+    assert info(rows)["answers_cut"] == 2.0
+
+
+# Concurrency.
+
+
+@agent
+def left(text):
+    """Left."""
+    return text
+
+
+@agent
+def right(text):
+    """Right."""
+    return text
+
+
+@orchestra("test_gather")
+async def gathered(task, left, right):
+    first = await left("start")
+    results = await asyncio.gather(left("slow one"), right("fast one"), left("middle one"))
+    last = await right("end")
+    return float([r.text for r in results] == ["slow one", "fast one", "middle one"] and bool(first and last))
+
+
+@orchestra("test_branches")
+async def branches(task, left, right):
+    async def twice(who, pause):
+        await asyncio.sleep(pause)
+        await who(f"{pause} a")
+        await who(f"{pause} b")
+
+    await together(twice(left, 0.04), twice(right, 0.01))
+    await asyncio.gather(quick(left, "0.03"), quick(right, "0.0"))
+    return 1.0
+
+
+async def quick(who, pause):
+    await who(f"{pause} c")
+    await who(f"{pause} d")
+
+
+def echo(prompt: str) -> tuple[float, str]:
+    said = prompt.split("user\n")[-1].split("<|im_end|>")[0]
+    pause = {"slow one": 0.06, "middle one": 0.03}.get(said)
+    return (float(said.split()[0]) if said[0].isdigit() else 0.0) if pause is None else pause, said
+
+
+def test_rows_of_concurrent_calls_have_a_fixed_order(play: Any) -> None:
+    rows, _ = play("test_gather", echo)
+    assert rows[0].reward_score == 1.0
+    assert fields(rows, "anchor_obs") == ["start", "slow one", "fast one", "middle one", "end"]
+    assert fields(rows, "turn_reward") == [0.0, 0.0, 0.0, 0.0, 1.0]
+    rows, server = play("test_branches", echo)
+    order = ["0.04 a", "0.04 b", "0.01 a", "0.01 b", "0.03 c", "0.03 d", "0.0 c", "0.0 d"]
+    assert fields(rows, "anchor_obs") == order
+    asked = [prompt.split("user\n")[-1].split("<|im_end|>")[0] for prompt in server.prompts]
+    assert asked != order  # they did run at the same time
+
+
+# Faults.
+
+
+@orchestra("test_faulty")
+async def faulty(task, left, right, *, how: str = "", times: int = 1):
+    if how == "raise_first":
+        raise KeyError("nothing yet")
+    await left("a")
+    if how == "raise":
+        raise KeyError("the blackboard")
+    if how == "hang":
+        await asyncio.sleep(60)
+    if how == "endless":
+        while True:
+            await left("again")
+    if how == "gather":
+        await asyncio.gather(right("never"), late())
+    if how == "caught":
+        try:
+            await right("never")
+        except OrchestraFailure as failure:
+            task.count(failure)
+    if how == "orphan":
+        asyncio.ensure_future(right("never"))
+        await asyncio.sleep(0.02)
+    return {"nan": math.nan, "object": object(), "reply": None, "reward": "raise", "text": "12"}.get(how, 1.0)
+
+
+async def late():
+    await asyncio.sleep(0.02)
+    raise KeyError("one branch")
+
+
+def stuck(prompt: str) -> Any:
+    return (60.0, "late") if "never" in prompt else "fine"
+
+
+@pytest.mark.parametrize(
+    ("how", "keys", "reason", "detail", "agents"),
+    [
+        ("raise", {}, "error", "KeyError: 'the blackboard'", ["left"]),
+        ("hang", {"time_limit_s": 0.1}, "time_limit", "no end within 0.1 s", ["left"]),
+        ("endless", {"max_calls": 5}, "max_calls", "max_calls=5", ["left"] * 5),
+        ("gather", {}, "error", "KeyError: 'one branch'", ["left"]),
+        ("nan", {}, "error", "reward nan", ["left"]),
+        ("object", {}, "error", "return a reward", ["left"]),
+        ("reward", {}, "reward_error", "ZeroDivisionError: in the reward", ["left"]),
+    ],
+)
+def test_a_failure_ends_its_own_trajectory(
+    play: Any, how: str, keys: dict[str, Any], reason: str, detail: str, agents: list[str]
+) -> None:
+    rows, _ = play("test_faulty", stuck, keys={"options": {"how": how}, **keys})
+    assert fields(rows, "agent_id") == agents
+    assert fields(rows, "failure") == [""] * (len(rows) - 1) + [reason]
+    assert detail in rows[-1].extra_fields["failure_detail"]
+    assert rows[-1].extra_fields["failures"] == {reason: 1}
+    assert info(rows)[f"failure_{reason}"] == 1.0 and info(rows)["failed"] == 1.0
+    assert {row.reward_score for row in rows} == {0.0}
+    assert fields(rows, "valid_row") == [True] * len(rows)
+    rows, _ = play("test_faulty", stuck, keys={"options": {"how": how}, "on_failure": "exclude", **keys})
+    assert fields(rows, "valid_row") == [False] * len(rows)
+    assert rows[0].response_mask == [0] * len(rows[0].response_ids)
+
+
+def test_a_call_that_takes_too_long(play: Any) -> None:
+    rows, _ = play("test_faulty", stuck, keys={"options": {"how": "caught"}, "call_timeout_s": 0.05})
+    assert fields(rows, "agent_id") == ["left"] and rows[0].reward_score == 1.0
+    assert rows[0].extra_fields["failure"] == "" and rows[0].extra_fields["failures"] == {"call_timeout": 1}
+    slow = by_role(Left=(60.0, "late"))
+    rows, _ = play("test_faulty", slow, keys={"call_timeout_s": 0.05})
+    assert rows[0].extra_fields["failure"] == "call_timeout"
+    assert "agent left within 0.05 s" in rows[0].extra_fields["failure_detail"]
+
+
+def test_a_trajectory_without_any_call_is_one_row_outside_the_batch(play: Any) -> None:
+    rows, server = play("test_faulty", stuck, keys={"options": {"how": "raise_first"}})
+    assert not server.prompts
+    (row,) = rows
+    assert row.extra_fields["failure"] == "error" and not row.extra_fields["valid_row"]
+    assert row.response_mask == [0] and row.response_logprobs == [0.0] and row.prompt_ids
+    assert row.extra_fields["min_global_steps"] == row.extra_fields["max_global_steps"] <= 7
+    other, _ = play("test_faulty", stuck)
+    names = set(other[-1].extra_fields) - {"global_steps"}
+    assert names <= set(row.extra_fields)
+    list_of_dict_to_tensordict([row.as_dict(), *(one.as_dict() for one in other)])
+
+
+def test_calls_still_under_way_make_no_row(play: Any) -> None:
+    rows, server = play("test_faulty", stuck, keys={"options": {"how": "orphan"}})
+    assert len(server.prompts) == 2 and fields(rows, "agent_id") == ["left"]
+
+
+def test_an_engine_that_fails_is_raised(play: Any) -> None:
+    with pytest.raises(ConnectionError, match="gone"):
+        play("test_faulty", lambda prompt: ConnectionError("the engine is gone"))
+
+
+@orchestra("test_hides")
+async def hides(task, left):
+    try:
+        await left("a")
+    except Exception:
+        return 1.0
+
+
+def test_an_engine_that_fails_cannot_be_hidden(play: Any) -> None:
+    with pytest.raises(ConnectionError, match="gone"):
+        play("test_hides", lambda prompt: ConnectionError("the engine is gone"))
+
+
+def test_an_orchestration_that_never_works_is_a_mistake(play: Any) -> None:
+    for _ in range(loop_module.HOPELESS - 1):
+        rows, _ = play("test_faulty", stuck, keys={"options": {"how": "raise"}})
+        assert rows[-1].extra_fields["failure"] == "error"
+    with pytest.raises(RuntimeError, match="'test_faulty' failed in each of its first 20 .*the blackboard"):
+        play("test_faulty", stuck, keys={"options": {"how": "raise"}})
+
+
+def test_now_and_then_is_no_mistake(play: Any) -> None:
+    play("test_faulty", stuck)
+    for _ in range(loop_module.HOPELESS + 1):
+        rows, _ = play("test_faulty", stuck, keys={"options": {"how": "raise"}})
+    assert rows[-1].extra_fields["failure"] == "error"
+
+
+# Prompts.
+
+
+def test_overlong_prompts_lose_the_middle_of_the_longest_message(play: Any) -> None:
+    words = " ".join(f"w{i}" for i in range(400))
+    row = {"raw_prompt": [{"role": "user", "content": words}, {"role": "user", "content": "short end"}]}
+    rows, server = play("test_pair", PAIR, row=row, prompt_length=200)
+    assert [len(r.prompt_ids) <= 200 for r in rows] == [True, True]
+    assert len(rows[0].prompt_ids) > 190  # as much as fits
+    assert "Ask for a number." in server.prompts[0] and "short end" in server.prompts[0]
+    assert "w0 w1" in server.prompts[0] and "w399" in server.prompts[0] and "[...]" in server.prompts[0]
+    assert all(cut > 0 for cut in fields(rows, "prompt_tokens_cut"))
+    assert info(rows)["prompts_cut"] == 2.0 and rows[-1].extra_fields["failure"] == ""
+
+
+def test_overlong_prompts_may_end_the_trajectory(play: Any) -> None:
+    row = {"raw_prompt": [{"role": "user", "content": "x" * 400}]}
+    rows, _ = play("test_pair", PAIR, row=row, prompt_length=100, keys={"overlong_prompt": "end"})
+    assert rows[-1].extra_fields["failure"] == "overlong_prompt"
+    assert "more than rollout.prompt_length=100" in rows[-1].extra_fields["failure_detail"]
+    rows, _ = play("test_pair", PAIR, row=row, prompt_length=8)  # the role alone does not fit
+    assert rows[-1].extra_fields["failure"] == "overlong_prompt" and len(rows[0].prompt_ids) == 8
+
+
+def test_roles_are_overridable_and_may_be_user_text(play: Any, tmp_path: Path) -> None:
+    file = tmp_path / "role.txt"
+    file.write_text("Tell it from a file.\n")
+    agents = {"asker": {"role": "Ask loudly."}, "teller": {"role_file": str(file), "max_tokens": 2}}
+    rows, server = play("test_pair", PAIR, keys={"agents": agents, "role_as": "user"})
+    assert server.prompts[0] == (f"<|im_start|>user\nAsk loudly.\n\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+    assert "user\nTell it from a file.\n\nWhat is" in server.prompts[1]
+    assert server.requests[1]["max_tokens"] == 2
+
+
+def test_request_names_of_a_deterministic_run(play: Any) -> None:
+    _, server = play("test_pair", PAIR, rollout={"full_determinism": True}, row={"priority": 9})
+    assert [r["request_id"] for r in server.requests] == ["det-9-2-asker-1", "det-9-2-teller-2"]
+
+
+# Selection and configuration.
+
+
+def test_the_column_and_the_loop_entry_choose_too(play: Any) -> None:
+    rows, _ = play("test_pair", lambda prompt: "fine", row={"orchestra": "test_faulty"})
+    assert fields(rows, "orchestra") == ["test_faulty"]
+    rows, _ = play(None, PAIR, entry={"orchestra": "test_pair", "options": {"rounds": 3}})
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "test_pare"}, "no orchestra is called 'test_pare'. Did you mean 'test_pair'"),
+        ({"nam": "x"}, "verl_ext.orchestra.nam is not a key of an orchestra. Did you mean 'name'"),
+        ({"name": "test_pair", "options": {"round": 2}}, "options.round is not an option .*Did you mean 'rounds'"),
+        ({"name": "test_pair", "options": {"rounds": "2"}}, "options.rounds is '2'; give a whole number"),
+        ({"name": "test_pair", "options": {"ending": "x"}}, "options.ending is 'x'; choose one of 'text'"),
+        ({"name": "test_pair", "agents": {"askr": {}}}, "agents.askr: .*has no such agent. Did you mean 'asker'"),
+        ({"name": "test_pair", "agents": {"asker": {"rol": "x"}}}, "agents.asker.rol is not a key of an agent"),
+        ({"name": "test_pair", "agents": {"asker": {"model": "gpt"}}}, "model 'gpt'; this run has policy"),
+        ({"name": "test_pair", "agents": {"asker": {"role_file": "/none"}}}, "asker.role_file: .*No such file"),
+        ({"name": "test_pair", "agents": {"asker": {"role": "a", "role_file": "b"}}}, "both role and role_file"),
+        ({"name": "test_pair", "agents": {"asker": {"max_tokens": 0}}}, "asker.max_tokens is 0"),
+        ({"name": "test_pair", "call_timeout_s": 0}, "call_timeout_s is 0"),
+        ({"name": "test_pair", "max_calls": 0}, "max_calls is 0"),
+        ({"name": "test_pair", "on_failure": "ignore"}, "on_failure is 'ignore'; choose one of 'zero_reward'"),
+        ({"name": "test_pair", "modules": ["no_such_module"]}, "names 'no_such_module', which can't be imported"),
+        ({"name": "search", "retriever": {"kind": "bm26"}}, "retriever: kind is 'bm26'; choose one of bm25, http"),
+        ({"name": "search", "retriever": {"kind": "http", "url": "x"}}, "retriever: url is 'x'"),
+        ({"name": "search", "retriever": {"kind": "bm25", "corpus": "no.jsonl"}}, "the corpus 'no.jsonl' is not there"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        check(OmegaConf.create({"verl_ext": {"orchestra": keys}}))
+
+
+def test_a_run_is_refused_before_it_starts() -> None:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=["+recipe=dr_mas", "+verl_ext.orchestra.name=solver_verifyer"])
+    with pytest.raises(OptionError, match="no orchestra is called 'solver_verifyer'. Did you mean 'solver_verifier'"):
+        checks.check(config)
+
+
+def test_a_right_configuration_passes() -> None:
+    lineup = check(OmegaConf.create({"verl_ext": {"orchestra": {"name": "solver_verifier"}}}))
+    assert lineup is not None and [one.name for one in lineup.agents] == ["solver", "verifier"]
+    assert all(one.role and "  " not in one.role for one in lineup.agents)
+    assert check(OmegaConf.create({"verl_ext": {}})) is None
+
+
+def test_no_orchestra_named(play: Any) -> None:
+    with pytest.raises(OptionError, match=r"which orchestra\? Set verl_ext.orchestra.name"):
+        play(None, PAIR)
+
+
+def test_mistakes_in_a_definition_are_named() -> None:
+    async def nobody(task, stranger):
+        return 1.0
+
+    async def untyped(task, left, *, depth=1):
+        return 1.0
+
+    async def alone(task):
+        return 1.0
+
+    def plain(task, left):
+        return 1.0
+
+    with pytest.raises(ValueError, match="takes an agent 'stranger', which .* does not define above it"):
+        orchestra("a")(nobody)
+    with pytest.raises(TypeError, match="the option depth needs a type and a default"):
+        orchestra("b")(untyped)
+    with pytest.raises(TypeError, match="has no agent"):
+        orchestra("c")(alone)
+    with pytest.raises(TypeError, match="must be an `async def`"):
+        orchestra("d")(plain)
+    with pytest.raises(ValueError, match="'test_pair' is defined twice"):
+        orchestra("test_pair")(gathered)
+    with pytest.raises(ValueError, match="use an identifier"):
+        Agent("my agent")
+    with pytest.raises(TypeError, match="take it as a parameter of the orchestration"):
+        left("hello")
+
+
+# Tools.
+
+
+@agent(tools=["test_add"])
+def calculator(text):
+    """Calculate."""
+    return text
+
+
+@orchestra("test_tools")
+async def with_tools(task, calculator):
+    return (await calculator(task.messages)).text
+
+
+def test_an_agent_with_tools(play: Any) -> None:
+    @function_tool("test_add")
+    def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: one number.
+            b: the other.
+        """
+        return str(a + b)
+
+    try:
+        call = '<tool_call>{"name": "test_add", "arguments": %s}</tool_call>'
+
+        def answer(prompt: str) -> str:
+            turn = prompt.count("<|im_start|>tool")
+            return [call % '{"a": 3, "b": 9}', call % '{"a": 3}', "12"][turn]
+
+        multi_turn = {"multi_turn": {"format": "hermes", "max_parallel_calls": 1, "max_tool_response_length": 256}}
+        rows, server = play("test_tools", answer, rollout=multi_turn, response_length=128)
+        assert [row.reward_score for row in rows] == [1.0] * 3
+        assert fields(rows, "agent_id") == ["calculator"] * 3
+        assert "<|im_start|>tool\n12<|im_end|>" in server.prompts[1]
+        assert "Error: TypeError" in server.prompts[2] and info(rows)["failure_tool_error"] == 1.0
+        again = call % '{"a": 1, "b": 1}'
+        keys = {"max_tool_rounds": 2}
+        rows, _ = play("test_tools", lambda prompt: again, keys=keys, rollout=multi_turn, response_length=128)
+        assert len(rows) == 3
+    finally:
+        FUNCTION_TOOL_REGISTRY.pop("test_add")
+    with pytest.raises(OptionError, match="has the tool 'test_add', which is not there"):
+        play("test_tools", lambda prompt: "12")
+
+
+class Counting(BaseTool):
+    """A tool of verl's with a life of its own."""
+
+    living = 0
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        type(self).living += 1
+        return "one", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.0, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        type(self).living -= 1
+
+
+def test_an_agent_with_a_tool_of_verls_configuration(play: Any) -> None:
+    number = {"type": "number", "description": "a number"}
+    function = {
+        "name": "test_add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
+    }
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    call = '<tool_call>{"name": "test_add", "arguments": {"a": 5, "b": 7}}</tool_call>'
+    rows, _ = play(
+        "test_tools",
+        lambda prompt: "12" if "tool\n12" in prompt else call,
+        tools=[Counting({}, schema)],
+        rollout={"multi_turn": {"format": "hermes"}},
+        response_length=128,
+    )
+    assert len(rows) == 2 and rows[-1].reward_score == 1.0 and Counting.living == 0
+
+
+# The teams of the package.
+
+
+def solutions(*texts: str, verdicts: tuple[str, ...]) -> Callable[[str], str]:
+    left_over = {"solve": list(texts), "check": list(verdicts)}
+    return lambda prompt: left_over["check" if "You check" in prompt else "solve"].pop(0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "verdicts", "keys", "agents", "reward"),
+    [
+        (["12"], ["<verdict>approve</verdict>"], {}, "sv", 1.0),
+        (["11", "12"], ["no: <verdict>reject</verdict>"], {}, "svs", 1.0),
+        (["12", "13"], ["hm"], {}, "svs", 0.0),
+        (["12"], ["hm"], {"unparsable_verdict": "approve"}, "sv", 1.0),
+        (["12"], [], {"max_loops": 1}, "s", 1.0),
+        (["1", "2", "12"], ["<verdict>Reject</verdict>"] * 2, {"max_loops": 3}, "svsvs", 1.0),
+    ],
+)
+def test_solver_verifier(
+    play: Any, texts: list[str], verdicts: list[str], keys: dict[str, Any], agents: str, reward: float
+) -> None:
+    rows, server = play("solver_verifier", solutions(*texts, verdicts=tuple(verdicts)), keys={"options": keys})
+    assert [name[0] for name in fields(rows, "agent_id")] == list(agents)
+    assert rows[-1].reward_score == reward
+    checked = [row.extra_fields["is_action_valid"] for row in rows if row.extra_fields["agent_id"] == "verifier"]
+    assert checked == ["verdict" in verdict for verdict in verdicts]
+    assert info(rows)["solutions"] == len(texts)
+    assert info(rows)["approved"] == float(len(verdicts) == len(texts))
+    if agents == "svs":
+        assert f"The verifier objects:\n{verdicts[0]}" in server.prompts[2] and texts[0] in server.prompts[2]
+
+
+def test_solver_verifier_with_the_math_reward(play: Any) -> None:
+    answer = solutions(r"So \boxed{\frac{24}{2}}.", verdicts=("<verdict>approve</verdict>",))
+    rows, _ = play("solver_verifier", answer, reward_path="pkg://verl_ext.rewards.math")
+    assert rows[-1].reward_score == 1.0 and info(rows)["parsed"] == 1.0
+    assert fields(rows, "is_action_valid") == [True, True]
+
+
+CORPUS = [
+    {"id": "1", "title": "Bogota", "text": "Bogota has a population of 7674366."},
+    {"id": "2", "title": "Paris", "text": "Paris has a population of 2138551."},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in CORPUS))
+    return {"kind": "bm25", "corpus": str(path), "cache_dir": str(tmp_path / "cache")}
+
+
+def search_team(query: str = "<search>population of Bogota</search>") -> Callable[[str], str]:
+    def answer(prompt: str) -> str:
+        if "You decide" in prompt:
+            return f"<verify>{'yes' if '7674366' in prompt else 'no'}</verify>"
+        if "You search" in prompt:
+            return query
+        return "<answer>7674366</answer>" if "7674366" in prompt else "<answer>unknown</answer>"
+
+    return answer
+
+
+QUERY_ROW = {
+    "raw_prompt": [{"role": "user", "content": "What is the population of Bogota?"}],
+    "reward_model": {"ground_truth": ["7674366"]},
+}
+QA = "pkg://verl_ext.rewards.qa"
+
+
+def test_search_team(play: Any, corpus: dict[str, Any]) -> None:
+    rows, server = play("search", search_team(), keys={"retriever": corpus}, row=QUERY_ROW, reward_path=QA)
+    assert fields(rows, "agent_id") == ["verifier", "searcher", "verifier", "answerer"]
+    assert rows[-1].reward_score == 1.0 and rows[-1].extra_fields["answer"] == "7674366"
+    assert "Doc 1 (Title: Bogota) Bogota has a population" in server.prompts[2]
+    assert info(rows)["searches"] == info(rows)["searches_found"] == info(rows)["answered"] == 1.0
+
+
+def test_search_team_at_its_last_step(play: Any, corpus: dict[str, Any]) -> None:
+    keys = {"retriever": corpus, "options": {"max_steps": 3}}
+    for query, searches in (("no tags", 0.0), ("<search>zzz</search>", 2.0)):
+        rows, server = play("search", search_team(query), keys=keys, row=QUERY_ROW, reward_path=QA)
+        assert fields(rows, "agent_id") == ["verifier", "searcher"] * 2 + ["answerer"]
+        assert rows[-1].reward_score == 0.0 and info(rows)["searches"] == searches
+        assert info(rows)["searches_found"] == 0.0
+    rows, _ = play("search", lambda prompt: "neither", keys=keys, row=QUERY_ROW, reward_path=QA)
+    assert fields(rows, "is_action_valid") == [False] * 5 and info(rows)["answered"] == 0.0
+
+
+def test_search_team_without_its_retriever(play: Any) -> None:
+    down = {"kind": "http", "url": "http://127.0.0.1:9/retrieve", "retries": 0, "timeout_s": 2.0}
+    keys = {"retriever": down, "options": {"max_steps": 2}}
+    rows, server = play("search", search_team(), keys=keys, row=QUERY_ROW, reward_path=QA)
+    assert fields(rows, "agent_id") == ["verifier", "searcher", "answerer"]
+    assert rows[-1].extra_fields["failure"] == "" and rows[-1].extra_fields["failures"] == {"retriever_error": 1}
+    assert "The search failed." in server.prompts[2] and info(rows)["failure_retriever_error"] == 1.0
+    keys["options"]["on_retriever_failure"] = "end"
+    rows, _ = play("search", search_team(), keys=keys, row=QUERY_ROW, reward_path=QA)
+    assert fields(rows, "agent_id") == ["verifier", "searcher"]
+    assert rows[-1].extra_fields["failure"] == "retriever_error"
+    rows, _ = play("search", search_team(), row=QUERY_ROW, reward_path=QA)
+    assert "no retriever is configured" in rows[-1].extra_fields["failure_detail"]
+
+
+def planners(plan: str) -> Callable[[str], Any]:
+    def answer(prompt: str) -> Any:
+        if "You plan" in prompt:
+            return plan
+        if "You do one part" in prompt:
+            part = prompt.split("Your part: ")[1].split("<|im_end|>")[0]
+            return (60.0, "late") if part == "never" else (0.03 if part == "3" else 0.0, f"got {part}")
+        return "12" if "got 3" in prompt and "got 9" in prompt else "?"
+
+    return answer
+
+
+def test_planner_worker(play: Any) -> None:
+    plan = "<subtask>3</subtask> <subtask>9</subtask><subtask>left out</subtask>"
+    rows, server = play("planner_worker", planners(plan), keys={"options": {"max_workers": 2}})
+    assert fields(rows, "agent_id") == ["planner", "worker", "worker", "aggregator"]
+    assert [part.split()[-1] for part in fields(rows, "anchor_obs")[1:3]] == ["3", "9"]
+    assert rows[-1].reward_score == 1.0 and info(rows)["parts"] == 2.0
+    rows, _ = play("planner_worker", planners(plan), keys={"options": {"aggregate": False}})
+    assert fields(rows, "agent_id") == ["planner"] + ["worker"] * 3
+    assert rows[-1].extra_fields["answer"] == "got 3\n\ngot 9\n\ngot left out"
+
+
+def test_planner_worker_without_a_plan_or_a_worker(play: Any) -> None:
+    rows, _ = play("planner_worker", planners("no parts"))
+    assert fields(rows, "agent_id") == ["planner", "worker", "aggregator"]
+    assert fields(rows, "is_action_valid") == [False, True, True]
+    rows, _ = play("planner_worker", planners("no parts"), keys={"options": {"unparsable_plan": "end"}})
+    assert fields(rows, "agent_id") == ["planner"] and rows[0].reward_score == 0.0
+    plan = "<subtask>never</subtask><subtask>9</subtask>"
+    rows, server = play("planner_worker", planners(plan), keys={"call_timeout_s": 0.2})
+    assert fields(rows, "agent_id") == ["planner", "worker", "aggregator"]
+    assert "(no result: call_timeout)" in server.prompts[-1]
+    assert info(rows)["parts_failed"] == 1.0 and rows[-1].extra_fields["failures"] == {"call_timeout": 1}

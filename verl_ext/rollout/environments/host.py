@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process from which environments' processes are forked, and what runs in each of these.
+
+One host a kind of environment is started by :mod:`verl_ext.rollout.environments.runner`. It imports the environment
+once, then forks a child for each object that is asked for: a fork takes milliseconds and shares the host's memory.
+A child serves one connection, call by call. The host has one thread only and does nothing else, so that it can always
+be asked to kill a child that hangs. When its control connection ends (the process that started it is gone), it kills
+its children and ends.
+
+This module needs the standard library only, beside the environment itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext.rollout.environments.protocol import (
+    ERROR,
+    EnvironmentFault,
+    EnvironmentUnavailable,
+    reset_result,
+    step_result,
+    to_wire,
+)
+
+_LENGTH = struct.Struct("!I")
+#: Seconds that an environment may take to close.
+CLOSING_SECONDS = 2.0
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes: the length, then JSON."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = connection.recv(min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _read(connection: socket.socket) -> Any:
+    """The next message, or None when the other side is gone."""
+    header = _receive(connection, _LENGTH.size)
+    body = None if header is None else _receive(connection, _LENGTH.unpack(header)[0])
+    return None if body is None else json.loads(body)
+
+
+def explain(error: BaseException) -> str:
+    """One line about an exception, with the place where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _answer(environment: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        if call["do"] == "reset":
+            return {"value": to_wire(reset_result(environment.reset(call["seed"])))}
+        return {"value": to_wire(step_result(environment.step(call["action"])))}
+    except EnvironmentUnavailable as error:
+        return {"unavailable": str(error)}
+    except EnvironmentFault as error:
+        return {"fault": error.reason, "detail": error.detail}
+    except Exception as error:
+        return {"fault": ERROR, "detail": explain(error)}
+
+
+def _make(kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if isinstance(kind, EnvironmentUnavailable):
+        return None, {"unavailable": str(kind)}
+    try:
+        return kind(**kwargs), {"value": {"pid": os.getpid()}}
+    except EnvironmentUnavailable as error:
+        return None, {"unavailable": str(error)}
+    except Exception as error:
+        return None, {"fault": ERROR, "detail": f"it cannot be made: {explain(error)}"}
+
+
+def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> None:
+    """The life of a child: make the environment, answer until the other side closes the connection."""
+    connection.sendall(pack({"pid": os.getpid()}))
+    environment, reply = _make(kind, kwargs)
+    connection.sendall(pack(reply))
+    while environment is not None:
+        call = _read(connection)
+        if call is None:
+            # An environment that hangs while it closes is ended by the alarm.
+            signal.setitimer(signal.ITIMER_REAL, CLOSING_SECONDS)
+            close = getattr(environment, "close", None)
+            if close is not None:
+                close()
+            return
+        connection.sendall(pack(_answer(environment, call)))
+
+
+def _end_with_host() -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+class Host:
+    """The host's loop; see the module's text.
+
+    Args:
+        control: connection to the process that started this one.
+        name: of the environment.
+    """
+
+    def __init__(self, control: socket.socket, name: str) -> None:
+        self.control, self.name = control, name
+        self.children: set[int] = set()
+        self.kind: type | EnvironmentUnavailable
+        self.preloaded: dict[str, EnvironmentUnavailable | None] = {}
+        from verl_ext.rollout.environments.registry import load
+
+        try:
+            self.kind = load(name)
+        except EnvironmentUnavailable as error:
+            self.kind = error
+        except Exception as error:
+            self.kind = EnvironmentUnavailable(f"environment {name!r} cannot be imported: {explain(error)}")
+
+    def run(self) -> None:
+        """Serve until the control connection ends."""
+        while True:
+            ready, _, _ = select.select([self.control], [], [], 1.0)
+            self._reap()
+            if not ready:
+                continue
+            header, passed, _, _ = socket.recv_fds(self.control, _LENGTH.size, 1)
+            if not header:
+                break
+            rest = _receive(self.control, _LENGTH.size - len(header)) if len(header) < _LENGTH.size else b""
+            body = None if rest is None else _receive(self.control, _LENGTH.unpack(header + rest)[0])
+            if body is None:
+                break
+            self._obey(json.loads(body), passed)
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for pid in list(self.children):
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self.children.discard(pid)
+            except ChildProcessError:
+                self.children.discard(pid)
+
+    def _obey(self, order: Mapping[str, Any], passed: list[int]) -> None:
+        if order["do"] == "kill":
+            # Only a child that has not been waited for: its number cannot have gone to another process.
+            if order["pid"] in self.children:
+                os.kill(order["pid"], signal.SIGKILL)
+            return
+        kind = self._preload(order["kwargs"])
+        connection = socket.socket(fileno=passed[0])
+        pid = os.fork()
+        if pid:
+            self.children.add(pid)
+            connection.close()
+            return
+        code = 1
+        try:
+            self.control.close()
+            _end_with_host()
+            _serve(connection, kind, order["kwargs"])
+            code = 0
+        except (ConnectionError, KeyboardInterrupt):
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _preload(self, kwargs: Mapping[str, Any]) -> type | EnvironmentUnavailable:
+        """Load what the children will share, once for each set of arguments."""
+        preload = getattr(self.kind, "preload", None)
+        if isinstance(self.kind, EnvironmentUnavailable) or preload is None:
+            return self.kind
+        key = json.dumps(kwargs, sort_keys=True)
+        if key not in self.preloaded:
+            try:
+                preload(**kwargs)
+                self.preloaded[key] = None
+            except EnvironmentUnavailable as error:
+                self.preloaded[key] = error
+            except Exception as error:
+                text = f"environment {self.name!r} cannot be loaded: {explain(error)}"
+                self.preloaded[key] = EnvironmentUnavailable(text)
+        return self.preloaded[key] or self.kind
+
+
+def main(control_fd: int, name: str) -> None:
+    """Run a host on an inherited control connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes the connection
+    Host(socket.socket(fileno=control_fd), name).run()

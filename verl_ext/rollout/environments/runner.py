@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running environments for an agent loop: outside its event loop, with time limits, and so that one can be killed.
+
+Ordinary (blocking) environments run in processes, one an object, forked from a host process that has imported the
+environment once (:mod:`verl_ext.rollout.environments.host`). A thread would not do: one that hangs cannot be ended,
+and one in C code may stop all others. A process that does not answer in time is killed; its trajectory gets an
+:class:`~verl_ext.rollout.environments.protocol.EnvironmentFault` and nobody else notices.
+
+Environments whose methods are coroutines run in the event loop, each call under ``asyncio.wait_for``. That ends one
+that waits forever, but not one that computes forever: such a class belongs in ordinary methods.
+
+Everything here belongs to one process (a worker of verl that runs agent loops) and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_ext.rollout.environments import protocol
+from verl_ext.rollout.environments.host import explain, pack
+from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
+from verl_ext.rollout.environments.registry import is_async, load
+
+#: Seconds for a host to import the environment, load what its processes share and fork the first of them.
+START_SECONDS = 600.0
+#: Orders that a host is given at a time; more would fill the connection to a host that is still loading.
+ORDERS_AT_A_TIME = 16
+
+
+class Session:
+    """One environment, played by one trajectory.
+
+    Use :func:`open_session`; call ``reset`` once, then ``step``, then ``close``.
+    """
+
+    async def reset(self, seed: int) -> Observation:
+        """Begin the episode of a seed.
+
+        Raises:
+            EnvironmentFault: the environment raised, hung, ended, or returned garbage.
+            EnvironmentUnavailable: no trajectory of the run can use it.
+        """
+        raise RuntimeError("a session is made by open_session")
+
+    async def step(self, action: str) -> Step:
+        """Act. Raises as :meth:`reset` does."""
+        raise RuntimeError("a session is made by open_session")
+
+    async def close(self) -> None:
+        """Give the environment back. Never raises."""
+
+
+class LoopSession(Session):
+    """An environment with coroutine methods."""
+
+    def __init__(self, kind: type, kwargs: Mapping[str, Any], reset_timeout_s: float, step_timeout_s: float) -> None:
+        self.kind, self.kwargs = kind, dict(kwargs)
+        self.reset_timeout_s, self.step_timeout_s = reset_timeout_s, step_timeout_s
+        self.environment: Any = None
+
+    async def _call(self, name: str, argument: Any, limit: float) -> Any:
+        try:
+            if self.environment is None:
+                self.environment = self.kind(**self.kwargs)
+            return await asyncio.wait_for(getattr(self.environment, name)(argument), limit)
+        except asyncio.TimeoutError as error:
+            raise EnvironmentFault(protocol.TIMEOUT, f"{name} did not end within {limit} s") from error
+        except (EnvironmentFault, EnvironmentUnavailable):
+            raise
+        except Exception as error:
+            raise EnvironmentFault(protocol.ERROR, explain(error)) from error
+
+    async def reset(self, seed: int) -> Observation:
+        return protocol.reset_result(await self._call("reset", seed, self.reset_timeout_s))
+
+    async def step(self, action: str) -> Step:
+        return protocol.step_result(await self._call("step", action, self.step_timeout_s))
+
+    async def close(self) -> None:
+        close = getattr(self.environment, "close", None)
+        try:
+            result = close() if close is not None else None
+            if asyncio.iscoroutine(result):
+                await asyncio.wait_for(result, self.step_timeout_s)
+        except Exception:
+            pass  # the trajectory is complete; there is nobody left to tell
+        self.environment = None
+
+
+class _Connection:
+    """The agent loop's end of the connection to one environment process."""
+
+    def __init__(self, host: Host, kwargs: Mapping[str, Any]) -> None:
+        self.host, self.kwargs = host, dict(kwargs)
+        self.pid = 0
+        self.loop = asyncio.get_running_loop()
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+        self.made = False
+
+    async def open(self) -> None:
+        """Have the host fork a process.
+
+        Raises:
+            EnvironmentUnavailable: the host does not answer; it is ended.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=2 * protocol.MAX_BYTES)
+        try:
+            with theirs:
+                self.host.order({"do": "fork", "kwargs": self.kwargs}, theirs)
+            self.pid = int((await asyncio.wait_for(self._read(), START_SECONDS))["pid"])
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+            self.writer.close()
+            self.host.end()
+            raise EnvironmentUnavailable(
+                f"environment {self.host.name!r}: its host process did not start one within {START_SECONDS} s, or "
+                "ended (its own output, on the standard error of this process, may say why)"
+            ) from error
+
+    async def _read(self) -> dict[str, Any]:
+        size = int.from_bytes(await self.reader.readexactly(4), "big")
+        return json.loads(await self.reader.readexactly(size))
+
+    async def call(self, message: Mapping[str, Any] | None, what: str, limit: float) -> dict[str, Any]:
+        """Send a message (None: only wait) and return the value of the answer within `limit` seconds."""
+        try:
+            if message is not None:
+                self.writer.write(pack(message))
+            answer = await asyncio.wait_for(self._read(), limit)
+        except asyncio.TimeoutError as error:
+            self.kill()
+            raise EnvironmentFault(protocol.TIMEOUT, f"{what} did not end within {limit} s; it was killed") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            self.kill()
+            raise EnvironmentFault(protocol.DIED, f"its process ended during {what}") from error
+        except ValueError as error:
+            self.kill()
+            raise EnvironmentFault(protocol.GARBAGE, f"its process answered {what} with no message: {error}") from error
+        if "unavailable" in answer:
+            raise EnvironmentUnavailable(answer["unavailable"])
+        if "fault" in answer:
+            raise EnvironmentFault(answer["fault"], f"{what}: {answer['detail']}")
+        return answer["value"]
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.host.kill(self.pid)
+        self.writer.close()
+
+    def close(self) -> None:
+        """Let the process end by itself: it sees the connection close."""
+        self.writer.close()
+
+
+class Host:
+    """The parent's side of a host process; one a kind of environment in this process.
+
+    Args:
+        name: name or import path of the environment.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
+        self.idle: dict[str, list[_Connection]] = {}
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        package_parent = str(Path(__file__).resolve().parents[3])
+        path = [*sys.path, *([] if package_parent in sys.path else [package_parent])]
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            f"from verl_ext.rollout.environments.host import main; main({theirs.fileno()}, {self.name!r})"
+        )
+        # One thread: a fork of a process with a pool of threads would lack them.
+        threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what an environment prints is no output of the run
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **threads},
+        )
+        theirs.close()
+        self.control = ours
+        return ours
+
+    def order(self, message: Mapping[str, Any], connection: socket.socket | None = None) -> None:
+        """Send the host a message, with an end of a connection for a new child."""
+        if self.process is not None and self.process.poll() is not None:
+            self.end()
+        control = self.control or self._start()
+        data = pack(message)
+        if connection is None:
+            control.sendall(data)
+            return
+        sent = socket.send_fds(control, [data], [connection.fileno()])
+        control.sendall(data[sent:])
+
+    def kill(self, pid: int) -> None:
+        """Have the host kill one of its children."""
+        if pid and self.control is not None:
+            try:
+                self.order({"do": "kill", "pid": pid})
+            except OSError:
+                self.end()
+
+    def end(self) -> None:
+        """End the host and all its children."""
+        for connections in self.idle.values():
+            for connection in connections:
+                if not connection.loop.is_closed():
+                    connection.close()
+        self.idle.clear()
+        if self.control is not None:
+            self.control.close()
+        if self.process is not None:
+            try:
+                self.process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process = self.control = None
+
+    def take(self, kwargs: Mapping[str, Any]) -> _Connection | None:
+        """An idle process with these arguments, of the running event loop."""
+        waiting = self.idle.get(_key(kwargs), [])
+        while waiting:
+            connection = waiting.pop()
+            if connection.loop is asyncio.get_running_loop() and not connection.reader.at_eof():
+                return connection
+        return None
+
+    def give(self, connection: _Connection) -> None:
+        """Keep a process for the next trajectory."""
+        self.idle.setdefault(_key(connection.kwargs), []).append(connection)
+
+
+def _key(kwargs: Mapping[str, Any]) -> str:
+    return json.dumps(kwargs, sort_keys=True)
+
+
+_hosts: dict[str, Host] = {}
+_semaphores: weakref.WeakKeyDictionary[Any, dict[str, asyncio.Semaphore]] = weakref.WeakKeyDictionary()
+
+
+def end_all() -> None:
+    """End all hosts of this process."""
+    for host in list(_hosts.values()):
+        host.end()
+    _hosts.clear()
+
+
+atexit.register(end_all)
+
+
+class ProcessSession(Session):
+    """An environment in a process of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: type,
+        kwargs: Mapping[str, Any],
+        reset_timeout_s: float,
+        step_timeout_s: float,
+        processes: int,
+    ) -> None:
+        self.name, self.kwargs = name, dict(kwargs)
+        self.reset_timeout_s, self.step_timeout_s = reset_timeout_s, step_timeout_s
+        self.reuse = bool(getattr(kind, "reuse", False))
+        self.host = _hosts.setdefault(name, Host(name))
+        self.connection: _Connection | None = None
+        self.processes = processes
+        self.slots: asyncio.Semaphore | None = None
+        self.healthy = False
+
+    async def reset(self, seed: int) -> Observation:
+        of_loop = _semaphores.setdefault(asyncio.get_running_loop(), {})
+        slots = of_loop.setdefault(self.name, asyncio.Semaphore(self.processes))
+        await slots.acquire()  # the time until a process is free is not the environment's
+        self.slots = slots
+        self.connection = self.host.take(self.kwargs) if self.reuse else None
+        if self.connection is None:
+            self.connection = _Connection(self.host, self.kwargs)
+            async with of_loop.setdefault("", asyncio.Semaphore(ORDERS_AT_A_TIME)):
+                await self.connection.open()
+            await self.connection.call(None, "making it", self.reset_timeout_s)
+        answer = await self.connection.call({"do": "reset", "seed": int(seed)}, "reset", self.reset_timeout_s)
+        self.healthy = True
+        result = protocol.from_wire(answer)
+        assert isinstance(result, Observation)
+        return result
+
+    async def step(self, action: str) -> Step:
+        assert self.connection is not None
+        self.healthy = False  # until the answer is there; also if this trajectory is cancelled
+        answer = await self.connection.call({"do": "step", "action": action}, "step", self.step_timeout_s)
+        self.healthy = True
+        result = protocol.from_wire(answer)
+        assert isinstance(result, Step)
+        return result
+
+    async def close(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None and connection.pid:
+            if self.healthy and self.reuse:
+                self.host.give(connection)
+            elif self.healthy:
+                connection.close()
+            else:
+                connection.kill()
+        slots, self.slots = self.slots, None
+        if slots is not None:
+            slots.release()
+
+
+def open_session(
+    name: str,
+    kwargs: Mapping[str, Any],
+    *,
+    reset_timeout_s: float,
+    step_timeout_s: float,
+    processes: int,
+) -> Session:
+    """A session with an environment. Nothing is started before its ``reset``.
+
+    Args:
+        name: name or import path.
+        kwargs: arguments of the class; plain data.
+        reset_timeout_s: seconds for making the object, and again for ``reset``.
+        step_timeout_s: seconds for a ``step``.
+        processes: environments that may be alive at the same time in this process; further trajectories wait.
+
+    Raises:
+        EnvironmentUnavailable: the class cannot be imported, is no environment, or does not take these arguments.
+    """
+    kind = load(name)
+    try:
+        inspect.signature(kind).bind(**kwargs)
+    except TypeError as error:
+        raise EnvironmentUnavailable(
+            f"environment {name!r} does not take the arguments {dict(kwargs)}: {error}. They come from "
+            "verl_ext.environment.kwargs and the data's extra_info.environment_kwargs."
+        ) from error
+    if is_async(kind):
+        return LoopSession(kind, kwargs, reset_timeout_s, step_timeout_s)
+    return ProcessSession(name, kind, kwargs, reset_timeout_s, step_timeout_s, processes)

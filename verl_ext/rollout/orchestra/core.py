@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an orchestration is made of: agents, their replies, the task, and the team that one trajectory runs.
+
+Nothing here knows verl. `verl_ext.rollout.orchestra.loop` connects it to the rollout engine and the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from verl_ext.rollout.retrieval import Retrieval, Retriever
+
+POLICY = "policy"
+"""Name of the one model that is trained, the default of every agent."""
+
+#: Reasons for which a trajectory or a part of it can fail. They are counted in the metrics under these names.
+ERROR = "error"  # the orchestration raised
+ENGINE_TIMEOUT = "call_timeout"  # one call took longer than call_timeout_s
+TIME_LIMIT = "time_limit"  # the trajectory took longer than time_limit_s
+MAX_CALLS = "max_calls"
+OVERLONG = "overlong_prompt"  # the prompt does not fit and may not (or can't) be shortened
+REWARD_ERROR = "reward_error"
+REWARD_TIMEOUT = "reward_timeout"
+TOOL_ERROR = "tool_error"
+RETRIEVER_TIMEOUT = "retriever_timeout"
+RETRIEVER_ERROR = "retriever_error"
+EMPTY = "empty_response"  # the engine returned no token
+REASONS = (
+    ERROR,
+    ENGINE_TIMEOUT,
+    TIME_LIMIT,
+    MAX_CALLS,
+    OVERLONG,
+    REWARD_ERROR,
+    REWARD_TIMEOUT,
+    TOOL_ERROR,
+    RETRIEVER_TIMEOUT,
+    RETRIEVER_ERROR,
+    EMPTY,
+)
+
+Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class OrchestraFailure(Exception):
+    """A call that could not be made or a judgement that could not be had. Uncaught, it ends its own trajectory.
+
+    Attributes:
+        reason: one of `REASONS`, or a short name of your own.
+        detail: one line for a person.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A member of a team. Usually made by the decorator `verl_ext.rollout.orchestra.agent`.
+
+    Attributes:
+        name: the row field ``agent_id``; an identifier.
+        role: what the agent is told it is and does; comes before the messages of every call. May be empty.
+        read: takes the text of an answer and returns what it says. If it can't be read it returns None or raises
+            ValueError, which makes the row ``is_action_valid=False``. None: the value of an answer is its text.
+        tools: names of tools that the agent may call by itself: verl's (``rollout.multi_turn.tool_config_path``,
+            ``function_tool_path``) or functions under verl's decorator ``function_tool``.
+        model: name of the model that answers. There is one so far, `POLICY`.
+        max_tokens: bound on the answer, on top of ``rollout.response_length``.
+    """
+
+    name: str
+    role: str = ""
+    read: Callable[[str], Any] | None = None
+    tools: tuple[str, ...] = ()
+    model: str = POLICY
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"agent name {self.name!r}: use an identifier, such as 'solver'")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"agent {self.name}: max_tokens={self.max_tokens} must be at least 1")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"agent {self.name!r} answers inside a trajectory only: take it as a parameter of the orchestration, "
+            f"`async def my_team(task, {self.name})`, and call that"
+        )
+
+
+@dataclass
+class Reply:
+    """What an agent answered. One reply is one row; the orchestration may set the last three before it ends.
+
+    Attributes:
+        agent: name of the agent.
+        text: the decoded answer, without special tokens.
+        value: what the agent's ``read`` made of it; None if it could not be read.
+        tokens: number of response tokens.
+        truncated: the answer was cut at its longest length.
+        valid: the row field ``is_action_valid``; from the start, whether ``value`` is not None.
+        reward: reward of this call alone, on top of the outcome. See `Outcome`.
+        observation: the row field ``anchor_obs``; from the start, the content of the last message given.
+    """
+
+    agent: str
+    text: str
+    value: Any = None
+    tokens: int = 0
+    truncated: bool = False
+    valid: bool = True
+    reward: float = 0.0
+    observation: Any = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an orchestration may return when a number or a text does not say enough.
+
+    Attributes:
+        reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
+        answer: the team's answer.
+        info: further numbers for verl's validation metrics.
+    """
+
+    reward: float | None = None
+    answer: str | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reward is None and self.answer is None:
+            raise ValueError("Outcome needs a reward or an answer that the reward function can judge")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a trajectory ended.
+
+    Attributes:
+        outcome: its reward.
+        answer: the team's answer, if the orchestration named one.
+        info: further numbers of the reward function and of the orchestration.
+        summed: the outcome is the sum of the calls' own rewards.
+    """
+
+    outcome: float
+    answer: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+    summed: bool = False
+
+
+@dataclass
+class Completion:
+    """One model call as the engine made it.
+
+    Attributes:
+        response_ids: token ids of the answer; empty if the engine gave none.
+        text: the decoded answer, without special tokens.
+        truncated: the answer was cut at its longest length.
+        prompt_tokens_cut: tokens taken off the prompt to make it fit.
+        row: what the loop makes the row of; a team only carries it.
+    """
+
+    response_ids: list[int]
+    text: str
+    truncated: bool = False
+    prompt_tokens_cut: int = 0
+    row: Any = None
+
+
+@dataclass
+class Call:
+    """A finished call: who, in which place of the trajectory, on what prompt, with what answer."""
+
+    agent: Agent
+    position: tuple[int, ...]
+    completion: Completion
+    reply: Reply
+
+
+class Engine(Protocol):
+    """What a team needs from the outside."""
+
+    async def complete(self, agent: Agent, messages: list[dict[str, Any]]) -> Completion:
+        """Answer `messages` as `agent`. Raises `OrchestraFailure` for what is this trajectory's own misfortune."""
+
+    async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
+        """Messages (the agent's own and the tools') that follow from the tool calls in an answer; [] without any."""
+
+    async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
+        """Judge an answer with the run's reward function: (score, further numbers)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt of the dataset, as an orchestration sees it.
+
+    Attributes:
+        messages: the row's chat messages.
+        ground_truth: ``reward_model.ground_truth`` of the row, None if it has none.
+        data_source: ``data_source`` of the row.
+        extra_info: ``extra_info`` of the row.
+    """
+
+    messages: list[dict[str, Any]]
+    ground_truth: Any = None
+    data_source: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    team: Team | None = field(default=None, repr=False)
+
+    @property
+    def question(self) -> str:
+        """Content of the last user message."""
+        users = [message for message in self.messages if message.get("role") == "user"]
+        return str(users[-1]["content"]) if users else ""
+
+    def count(self, failure: OrchestraFailure | str) -> None:
+        """Count a failure that the orchestration has dealt with, so that it shows in the metrics."""
+        _team(self).count(failure.reason if isinstance(failure, OrchestraFailure) else failure)
+
+    async def score(self, answer: str) -> float:
+        """The run's reward function on `answer`, for rewards of single calls.
+
+        Raises:
+            OrchestraFailure: the function raised, gave no finite number, or took too long.
+        """
+        return (await _team(self).judge(str(answer)))[0]
+
+    async def search(self, query: str, top_k: int = 3) -> Retrieval:
+        """Passages for `query` from the configured retriever; a failure is in the result, and counted.
+
+        Raises:
+            RuntimeError: no retriever is configured.
+        """
+        team = _team(self)
+        if team.retriever is None:
+            raise RuntimeError(
+                "this orchestration searches, but no retriever is configured: set verl_ext.orchestra.retriever, for "
+                "example {kind: bm25, corpus: corpus.jsonl} or {kind: http, url: 'http://localhost:8000/retrieve'}"
+            )
+        (found,) = await team.retriever.search([query], top_k)
+        if found.failure:
+            team.count(found.failure)
+        return found
+
+
+def _team(task: Task) -> Team:
+    if task.team is None:
+        raise RuntimeError("this task belongs to no running team")
+    return task.team
+
+
+@dataclass
+class _Branch:
+    """A line of calls, one after the other: the orchestration itself, or an asyncio task that it started.
+
+    A row's position is the path of counters from the root to its call, so rows come out in the order in which the
+    program makes the calls, however long each of them takes.
+    """
+
+    prefix: tuple[int, ...]
+    task: asyncio.Task[Any] | None
+    used: int = 0
+
+    def next(self) -> tuple[int, ...]:
+        self.used += 1
+        return (*self.prefix, self.used - 1)
+
+
+_branch: ContextVar[_Branch | None] = ContextVar("verl_ext_orchestra_branch", default=None)
+
+
+def _here() -> _Branch:
+    """The branch of the running task; a task that has none yet becomes a child of the one that started it."""
+    branch, task = _branch.get(), asyncio.current_task()
+    if branch is None:
+        branch = _Branch((), task)
+        _branch.set(branch)
+    elif branch.task is not task:
+        branch = _Branch(branch.next(), task)
+        _branch.set(branch)
+    return branch
+
+
+async def together(*branches: Awaitable[Any]) -> list[Any]:
+    """Run awaitables at the same time, and keep the rows of each together, in the order given.
+
+    ``asyncio.gather`` works too. Its rows have a fixed order if each branch calls an agent before it waits for anything
+    else; here the order never depends on time. If one branch raises, the others are cancelled.
+    """
+    parent = _here()
+    places = [parent.next() for _ in branches]
+
+    async def run(place: tuple[int, ...], branch: Awaitable[Any]) -> Any:
+        _branch.set(_Branch(place, asyncio.current_task()))
+        return await branch
+
+    tasks = [asyncio.ensure_future(run(place, branch)) for place, branch in zip(places, branches, strict=True)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def as_messages(messages: Messages) -> list[dict[str, Any]]:
+    """A text is one user message; a message is a conversation of one.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping):
+        return [{**messages}]
+    if isinstance(messages, Sequence) and messages and all(isinstance(message, Mapping) for message in messages):
+        return [{**message} for message in messages if isinstance(message, Mapping)]
+    raise TypeError(f"an agent takes a text or chat messages ({{role, content}}), not {messages!r:.80}")
+
+
+@dataclass(frozen=True)
+class BoundAgent:
+    """An agent in a running trajectory: what an orchestration calls."""
+
+    agent: Agent
+    team: Team
+
+    @property
+    def name(self) -> str:
+        """Name of the agent."""
+        return self.agent.name
+
+    def __call__(self, messages: Messages) -> Awaitable[Reply]:
+        """Ask the agent. The row's place in the trajectory is taken now, not when the answer comes.
+
+        Args:
+            messages: a text, a chat message, or a list of them. The role comes before them.
+
+        Returns:
+            An awaitable of the `Reply`. An agent with tools may make several calls (rows); the last is returned.
+
+        Raises:
+            OrchestraFailure: when awaited; see `REASONS`.
+        """
+        return self.team.ask(self.agent, as_messages(messages))
+
+
+class Team:
+    """One trajectory: keeps the calls that were made, counts what went wrong, and bounds both.
+
+    Args:
+        engine: makes the calls.
+        retriever: answers `Task.search`.
+        max_calls: model calls a trajectory may make.
+        max_tool_rounds: calls that one request to an agent with tools may lead to, beyond the first.
+    """
+
+    def __init__(
+        self, engine: Engine, retriever: Retriever | None = None, max_calls: int = 64, max_tool_rounds: int = 4
+    ) -> None:
+        self.engine = engine
+        self.retriever = retriever
+        self.max_calls = max_calls
+        self.max_tool_rounds = max_tool_rounds
+        self.events: Counter[str] = Counter()
+        self.fatal: BaseException | None = None
+        self._task: Task | None = None
+        self._finished: list[Call] = []
+        self._started = 0
+        self._open = True
+        self._pending: set[asyncio.Future[Any]] = set()
+
+    @property
+    def calls(self) -> list[Call]:
+        """Finished calls in the order of the rows."""
+        return sorted(self._finished, key=lambda call: call.position)
+
+    def count(self, reason: str) -> None:
+        """Count something that went wrong without ending the trajectory."""
+        self.events[reason] += 1
+
+    def adopt(self, task: Task) -> Task:
+        """The task, tied to this team."""
+        self._task = replace(task, team=self)
+        return self._task
+
+    def ask(self, agent: Agent, messages: list[dict[str, Any]]) -> Awaitable[Reply]:
+        """See `BoundAgent.__call__`."""
+        return self._converse(agent, messages, _here().next())
+
+    async def _converse(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Reply:
+        call = await self._call(agent, messages, place)
+        if not agent.tools:
+            return call.reply
+        for turn in range(self.max_tool_rounds):
+            more = await self._while_open(self.engine.use_tools(agent, call.completion))
+            if not more:
+                break
+            messages = [*messages, *more]
+            call = await self._call(agent, messages, (*place, turn))
+        return call.reply
+
+    async def _call(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Call:
+        if self._started >= self.max_calls:
+            raise OrchestraFailure(MAX_CALLS, f"more than verl_ext.orchestra.max_calls={self.max_calls} model calls")
+        self._started += 1
+        completion = await self._while_open(self.engine.complete(agent, messages))
+        if not completion.response_ids:
+            self.count(EMPTY)
+        value = _read(agent, completion.text)
+        reply = Reply(
+            agent=agent.name,
+            text=completion.text,
+            value=value,
+            tokens=len(completion.response_ids),
+            truncated=completion.truncated,
+            valid=value is not None and bool(completion.response_ids),
+            observation=messages[-1].get("content", ""),
+        )
+        call = Call(agent, place, completion, reply)
+        self._finished.append(call)
+        return call
+
+    async def _while_open(self, work: Awaitable[Any]) -> Any:
+        """Wait for outside work, which is cancelled when the trajectory ends before it."""
+        future = asyncio.ensure_future(work)
+        if not self._open:
+            future.cancel()
+            await asyncio.gather(future, return_exceptions=True)
+            raise RuntimeError("an agent was called after its trajectory had ended")
+        self._pending.add(future)
+        try:
+            return await future
+        except OrchestraFailure:
+            raise
+        except Exception as error:
+            # The engine itself failed: not this trajectory's misfortune, and no orchestration may hide it.
+            self.fatal = error
+            raise
+        finally:
+            self._pending.discard(future)
+
+    async def judge(self, answer: str) -> tuple[float, dict[str, float]]:
+        """The run's reward function on an answer: (score, further numbers).
+
+        Raises:
+            OrchestraFailure: the function raised, gave no finite number, or took too long.
+        """
+        assert self._task is not None
+        score, info = await self.engine.score(self._task, answer)
+        if not math.isfinite(score):
+            raise OrchestraFailure(REWARD_ERROR, f"the reward function gave {score} for the answer {answer!r:.200}")
+        return score, info
+
+    async def play(
+        self, orchestration: Callable[..., Awaitable[Any]], task: Task, agents: Sequence[Agent], options: Mapping
+    ) -> Result:
+        """Run an orchestration to its end and settle the outcome.
+
+        Raises:
+            OrchestraFailure: a call or the judgement failed and the orchestration did not catch it.
+            Exception: whatever the orchestration or the engine raises.
+        """
+        _branch.set(_Branch((), asyncio.current_task()))
+        task = self.adopt(task)
+        try:
+            result = await orchestration(task, *(BoundAgent(agent, self) for agent in agents), **options)
+        finally:
+            await self.close()
+        if self.fatal is not None:
+            raise self.fatal
+        return await self._settle(result)
+
+    async def _settle(self, result: Any) -> Result:
+        if result is None:
+            return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
+        if isinstance(result, Reply):
+            raise TypeError(
+                "an orchestration returned a Reply: return its text (to be judged), a reward, or an Outcome"
+            )
+        if isinstance(result, str):
+            result = Outcome(answer=result)
+        if not isinstance(result, Outcome):
+            return Result(_finite(result))
+        if result.reward is not None:
+            return Result(_finite(result.reward), result.answer or "", dict(result.info))
+        score, info = await self.judge(str(result.answer))
+        return Result(score, str(result.answer), {**info, **result.info})
+
+    async def close(self) -> None:
+        """End the trajectory: calls under way are cancelled, later ones refused."""
+        self._open = False
+        pending = list(self._pending)
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _read(agent: Agent, text: str) -> Any:
+    if agent.read is None:
+        return text
+    try:
+        return agent.read(text)
+    except ValueError:
+        return None
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"an orchestration returned {value!r:.80}: return a reward (number), an answer (text), an Outcome, or None "
+            "for the sum of its calls' rewards"
+        ) from None
+    if not math.isfinite(number):
+        raise ValueError(f"an orchestration returned the reward {number}; a reward must be finite")
+    return number
+
+
+def turn_rewards(calls: Sequence[Call], outcome: float, summed: bool) -> list[float]:
+    """The row field ``turn_reward`` of each call: its own reward, and for the last call also the outcome.
+
+    Args:
+        calls: the trajectory's calls in order.
+        outcome: the trajectory's reward.
+        summed: the outcome is already the sum of the calls' rewards.
+
+    Returns:
+        One float a call. They sum to the outcome plus the calls' own rewards.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    rewards = [_finite(call.reply.reward) for call in calls]
+    if rewards and not summed:
+        rewards[-1] += outcome
+    return rewards

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``search``: a verifier asks whether enough is known; if not, a searcher queries the retriever; if so, an answerer
+answers.
+
+The three agents of Dr. MAS's search team (arXiv 2602.08847; top 3 passages, at most 4 steps). A step is a verdict and
+what follows from it. In the last step the answerer is called without a verdict, so every trajectory that reaches it
+has an answer (our rule). The retriever is the one of ``verl_ext.orchestra.retriever``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from verl_ext.rollout.orchestra.core import BoundAgent, OrchestraFailure, Outcome, Task
+from verl_ext.rollout.orchestra.registry import agent, orchestra
+from verl_ext.rollout.retrieval import as_text
+
+
+def _tagged(tag: str, text: str) -> str | None:
+    """The last ``<tag>...</tag>`` of a text, stripped; None if there is none or it is empty."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return (found[-1].strip() or None) if found else None
+
+
+@agent
+def verifier(text: str) -> bool | None:
+    """You decide whether a team knows enough to answer a question. Read the question and the passages found so far.
+    End with <verify>yes</verify> if they are enough, or <verify>no</verify> if the team should search."""
+    return {"yes": True, "no": False}.get((_tagged("verify", text) or "").lower())
+
+
+@agent
+def searcher(text: str) -> str | None:
+    """You search for a team that has to answer a question. Read the question and the passages found so far, then write
+    one query for what is missing: <search>your query</search>."""
+    return _tagged("search", text)
+
+
+@agent
+def answerer(text: str) -> str | None:
+    """You answer a question for a team that has searched for passages. Use them where they help, and give the answer
+    itself, as short as possible: <answer>your answer</answer>."""
+    return _tagged("answer", text)
+
+
+@orchestra("search")
+async def search(
+    task: Task,
+    verifier: BoundAgent,
+    searcher: BoundAgent,
+    answerer: BoundAgent,
+    *,
+    max_steps: int = 4,
+    top_k: int = 3,
+    unparsable_verdict: Literal["no", "yes"] = "no",
+    on_retriever_failure: Literal["continue", "end"] = "continue",
+) -> Outcome:
+    """Verify, search or answer. The run's reward function judges the answer; without one the reward is 0.
+
+    Options:
+        max_steps: steps at most, the answering one included; at least 1.
+        top_k: passages of one query.
+        unparsable_verdict: what a verdict that can't be read counts as (Dr. MAS, released: yes).
+        on_retriever_failure: ``continue``: the agents read that the search failed and go on; ``end``: the trajectory
+            fails with the retriever's reason.
+    """
+    for name, value in (("max_steps", max_steps), ("top_k", top_k)):
+        if value < 1:
+            raise ValueError(f"verl_ext.orchestra.options.{name} is {value}; it must be at least 1")
+    known: list[str] = []
+    searches = found = 0
+    for step in range(max_steps):
+        context = f"Question: {task.question}\n\n" + ("\n\n".join(known) or "Nothing has been searched yet.")
+        enough = step == max_steps - 1
+        if not enough:
+            verdict = await verifier(context)
+            enough = verdict.value if verdict.valid else unparsable_verdict == "yes"
+        if enough:
+            answer = await answerer(context)
+            info = {"searches": searches, "searches_found": found, "answered": float(answer.valid)}
+            return Outcome(reward=None if answer.valid else 0.0, answer=answer.value, info=info)
+        query = await searcher(context)
+        if not query.valid:
+            known.append("<information>The last query could not be read.</information>")
+            continue
+        searches += 1
+        result = await task.search(query.value, top_k)
+        if result.failure and on_retriever_failure == "end":
+            raise OrchestraFailure(result.failure, result.detail)
+        text = as_text(result.passages) or ("The search failed." if result.failure else "Nothing was found.")
+        found += bool(result.passages)
+        known.append(f"<search>{query.value}</search>\n<information>\n{text}\n</information>")
+    raise AssertionError("the last step answers")

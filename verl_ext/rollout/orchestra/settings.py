@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl_ext.orchestra.*``: which team plays, with what options, prompts, limits and retriever. Typed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_ext.integration.options import OptionError, _coerce, select
+from verl_ext.rollout.orchestra.core import POLICY, Agent
+from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
+from verl_ext.rollout.retrieval import Retriever, make_retriever
+
+WHERE = "verl_ext.orchestra"
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """``verl_ext.orchestra.agents.<name>``: what a run changes about an agent.
+
+    Attributes:
+        role: the role prompt. Null: the agent's own.
+        role_file: a text file with the role prompt; not together with `role`.
+        model: name of the model that answers. Null: the agent's own.
+        max_tokens: bound on its answers. Null: the agent's own.
+    """
+
+    role: str | None = None
+    role_file: str | None = None
+    model: str | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class OrchestraSettings:
+    """``verl_ext.orchestra``. Every key may also stand in the entry of an agent loop config, except that there the
+    orchestra's name is called ``orchestra`` (``name`` is verl's).
+
+    Attributes:
+        name: the orchestra, unless the data column ``orchestra`` names another.
+        modules: import paths of your modules with orchestras. A single path may be given as text.
+        options: the orchestra's own options (keyword-only parameters).
+        agents: changes to agents, by name.
+        retriever: ``{kind: bm25, ...}`` or ``{kind: http, ...}``; see `verl_ext.rollout.retrieval`.
+        max_calls: model calls a trajectory may make.
+        max_tool_rounds: calls that follow from one request to an agent with tools, beyond the first.
+        call_timeout_s: seconds for one model call.
+        time_limit_s: seconds for one trajectory, its judgement included.
+        tool_timeout_s: seconds for one call of a tool.
+        reward_timeout_s: seconds for one judgement by the reward function.
+        overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
+            never the role, loses its middle, marked ``[...]``; if it fits even so is for the next longest to decide),
+            or its call fails (``end``). Both are counted.
+        on_failure: rows of a trajectory that failed get outcome 0 and stay samples (``zero_reward``), or are taken out
+            of statistics and loss (``exclude``, ``valid_row=False``).
+        role_as: the role prompt is a ``system`` message, or the beginning of the first ``user`` message (for chat
+            templates without system messages).
+    """
+
+    name: str | None = None
+    modules: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    agents: Mapping[str, AgentSettings] = field(default_factory=dict)
+    retriever: Mapping[str, Any] | None = None
+    max_calls: int = 64
+    max_tool_rounds: int = 4
+    call_timeout_s: float = 600.0
+    time_limit_s: float = 3600.0
+    tool_timeout_s: float = 60.0
+    reward_timeout_s: float = 60.0
+    overlong_prompt: Literal["shorten", "end"] = "shorten"
+    on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
+    role_as: Literal["system", "user"] = "system"
+
+    def __post_init__(self) -> None:
+        for name in ("call_timeout_s", "time_limit_s", "tool_timeout_s", "reward_timeout_s"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise OptionError(f"{WHERE}.{name} is {value}; give a number of seconds greater than 0.")
+        if self.max_calls < 1:
+            raise OptionError(f"{WHERE}.max_calls is {self.max_calls}; it must be at least 1.")
+        if self.max_tool_rounds < 0:
+            raise OptionError(f"{WHERE}.max_tool_rounds is {self.max_tool_rounds}; it must be at least 0.")
+
+
+def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettings:
+    """The settings of a run.
+
+    Args:
+        config: verl's whole config, or None.
+        entry: keys of the agent loop config's entry; they win over ``verl_ext.orchestra``.
+
+    Raises:
+        OptionError: unknown key, wrong type or value out of range; the message names it.
+    """
+    node = _plain(select(select(config, "verl_ext"), "orchestra", {}))
+    if not isinstance(node, Mapping):
+        raise OptionError(f"{WHERE} must hold keys such as name and options, but it is {node!r}.")
+    given = {**node, **{key: _plain(value) for key, value in (entry or {}).items() if value is not None}}
+    known = typing.get_type_hints(OrchestraSettings)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        where = f"{WHERE}.{key}"
+        if key not in known:
+            raise OptionError(
+                f"{where} is not a key of an orchestra.{_near(key, known)} Known keys: {', '.join(known)}."
+            )
+        if value is None:
+            continue
+        if key == "modules":
+            value = [value] if isinstance(value, str) else value
+        if key in ("options", "agents", "retriever"):
+            if not isinstance(value, Mapping):
+                raise OptionError(f"{where} is {value!r}; give keys and values.")
+            values[key] = {name: _agent(name, one) for name, one in value.items()} if key == "agents" else dict(value)
+        else:
+            values[key] = _coerce(value, known[key], where)
+    return OrchestraSettings(**values)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _near(key: Any, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _agent(name: str, node: Any) -> AgentSettings:
+    where = f"{WHERE}.agents.{name}"
+    if not isinstance(node, Mapping):
+        raise OptionError(f"{where} is {node!r}; give keys such as role.")
+    known = typing.get_type_hints(AgentSettings)
+    values = {}
+    for key, value in node.items():
+        if key not in known:
+            raise OptionError(f"{where}.{key} is not a key of an agent.{_near(key, known)} Known: {', '.join(known)}.")
+        values[key] = _coerce(value, known[key], f"{where}.{key}")
+    made = AgentSettings(**values)
+    if made.role is not None and made.role_file is not None:
+        raise OptionError(f"{where} has both role and role_file; keep one of them.")
+    if made.max_tokens is not None and made.max_tokens < 1:
+        raise OptionError(f"{where}.max_tokens is {made.max_tokens}; it must be at least 1.")
+    return made
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """An orchestra as a run plays it: options filled in, agents as overridden."""
+
+    orchestra: Orchestra
+    agents: tuple[Agent, ...]
+    options: Mapping[str, Any]
+
+
+def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[str, ...] = (POLICY,)) -> Lineup:
+    """Find the orchestra and apply what the run changes about it.
+
+    Args:
+        settings: of the run.
+        name: the row's own choice, from the data column ``orchestra``. Options and agents of the settings hold for it
+            as far as it has them, since another row may mean another orchestra.
+        models: names of the models there are.
+
+    Raises:
+        OptionError: no such orchestra, option, agent, model or file.
+    """
+    chosen = name or settings.name
+    if not chosen:
+        raise OptionError(
+            f"which orchestra? Set {WHERE}.name (for example +{WHERE}.name=solver_verifier), or give the rows a column "
+            "`orchestra`."
+        )
+    team = find(chosen, settings.modules)
+    options, changes = settings.options, settings.agents
+    if name and name != settings.name:
+        options = {key: value for key, value in options.items() if key in team.options}
+        changes = {key: value for key, value in changes.items() if key in {one.name for one in team.agents}}
+    for key in changes:
+        names = {one.name: one for one in team.agents}
+        if key not in names:
+            raise OptionError(
+                f"{WHERE}.agents.{key}: the orchestra {team.name} has no such agent.{_near(key, names)} It has: "
+                f"{', '.join(names)}."
+            )
+    agents = tuple(_changed(one, changes.get(one.name), models) for one in team.agents)
+    return Lineup(team, agents, check_options(team, options))
+
+
+def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]) -> Agent:
+    if change is not None:
+        role = change.role
+        if change.role_file is not None:
+            try:
+                role = Path(change.role_file).expanduser().read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise OptionError(f"{WHERE}.agents.{agent.name}.role_file: {error}") from error
+        agent = dataclasses.replace(
+            agent,
+            role=agent.role if role is None else role,
+            model=change.model or agent.model,
+            max_tokens=change.max_tokens or agent.max_tokens,
+        )
+    if agent.model not in models:
+        raise OptionError(
+            f"agent {agent.name} asks for the model {agent.model!r}; this run has {', '.join(models)}. Set "
+            f"{WHERE}.agents.{agent.name}.model."
+        )
+    return agent
+
+
+def retriever(settings: OrchestraSettings) -> Retriever | None:
+    """The run's retriever, shared by all trajectories of the process; None without one.
+
+    Raises:
+        OptionError: unknown kind or key, or a file or package that is missing.
+    """
+    if settings.retriever is None:
+        return None
+    try:
+        return make_retriever(settings.retriever)
+    except (ValueError, ImportError, OSError) as error:
+        raise OptionError(f"{WHERE}.retriever: {error}") from error
+
+
+def check(config: Any) -> Lineup | None:
+    """Check ``verl_ext.orchestra`` of a composed config before a run: everything that needs no model and no network.
+
+    Returns:
+        The line-up, or None if the config names no orchestra (the data column may).
+
+    Raises:
+        OptionError: see `read`, `line_up` and `retriever`.
+    """
+    if select(select(config, "verl_ext"), "orchestra") is None:
+        return None
+    settings = read(config)
+    retriever(settings)
+    return line_up(settings) if settings.name else None

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retrievers: passages for queries, from a local BM25 index or from a retrieval server over HTTP.
+
+A retriever that is down must not end a run. `Retriever.search` therefore never raises for what happens outside: the
+failure is in the result (`Retrieval.failure`), where an orchestration decides and the metrics count it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = "retriever_timeout"
+ERROR = "retriever_error"
+CACHE = "~/.cache/verl_ext/bm25"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of the corpus.
+
+    Attributes:
+        id: its identifier in the corpus.
+        title: may be empty.
+        text: its text.
+        score: the retriever's score; NaN where it gives none.
+    """
+
+    id: str
+    title: str
+    text: str
+    score: float = math.nan
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What one query found.
+
+    Attributes:
+        passages: best first, at most ``top_k``; empty when nothing matched or the search failed.
+        failure: ``""``, `TIMEOUT` or `ERROR`.
+        detail: one line on the failure.
+    """
+
+    passages: tuple[Passage, ...] = ()
+    failure: str = ""
+    detail: str = ""
+
+
+class Retriever(Protocol):
+    """Anything that finds passages."""
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Retrieval]:
+        """One `Retrieval` for each query, in order."""
+
+
+def as_text(passages: Sequence[Passage]) -> str:
+    """Passages as a model reads them: ``Doc 1 (Title: ...) text``, one a line."""
+    return "\n".join(f"Doc {i} (Title: {p.title}) {p.text}" for i, p in enumerate(passages, start=1))
+
+
+def make_retriever(node: Mapping[str, Any]) -> Retriever:
+    """A retriever of a config node, one object for equal nodes in a process.
+
+    Args:
+        node: ``{kind: bm25, corpus: FILE, ...}`` (keys: `Bm25Options`), ``{kind: http, url: URL, ...}`` (keys:
+            `HttpOptions`), or ``{kind: "my_package.module:make", ...}``: your own function or class, called with the
+            other keys, returns a `Retriever`.
+
+    Raises:
+        ValueError: unknown kind or key, or a bad value.
+        FileNotFoundError: the corpus is not there.
+        ImportError: ``bm25s`` is not installed.
+    """
+    kinds: dict[str, tuple[type, type]] = {"bm25": (Bm25Options, Bm25Retriever), "http": (HttpOptions, HttpRetriever)}
+    kind = node.get("kind")
+    given = {key: value for key, value in node.items() if key != "kind" and value is not None}
+    if isinstance(kind, str) and ":" in kind:
+        return _own(kind, json.dumps(given, sort_keys=True))
+    if kind not in kinds:
+        raise ValueError(f"kind is {kind!r}; choose one of {', '.join(kinds)}, or name your own as package.module:make")
+    options_type, _ = kinds[kind]
+    known = [f.name for f in dataclasses.fields(options_type)]
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{key} is not a key of the {kind} retriever; known keys: kind, {', '.join(known)}")
+    try:
+        options = options_type(**given)
+    except TypeError as error:
+        raise ValueError(f"the {kind} retriever {str(error).rpartition('__init__() ')[2]}") from error
+    return _shared(kinds[kind][1], options)
+
+
+@functools.cache
+def _shared(kind: type, options: Any) -> Any:
+    return kind(options)
+
+
+@functools.cache
+def _own(path: str, keys: str) -> Retriever:
+    module, _, name = path.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise ValueError(f"kind is {path!r}, but {error}") from error
+    return make(**json.loads(keys))
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is {value!r}; give text")
+
+
+def _number(name: str, value: Any, least: float, whole: bool = False) -> None:
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < least:
+        raise ValueError(f"{name} is {value!r}; give a {'whole ' if whole else ''}number of at least {least}")
+
+
+@dataclass(frozen=True)
+class Bm25Options:
+    """Local BM25.
+
+    Attributes:
+        corpus: a ``.jsonl`` or ``.parquet`` file with ``id``, ``title`` and ``text`` a passage (``id`` and ``title``
+            may be missing; Search-R1's ``contents``, a quoted title in the first line, is read too).
+        cache_dir: where indices are kept, a folder for each state of a corpus file.
+        k1, b: BM25's saturation and length normalisation.
+        stopwords: a language of ``bm25s`` (``en``), or null for none.
+    """
+
+    corpus: str
+    cache_dir: str = CACHE
+    k1: float = 1.5
+    b: float = 0.75
+    stopwords: str | None = "en"
+
+    def __post_init__(self) -> None:
+        _text("corpus", self.corpus)
+        _number("k1", self.k1, 0.0)
+        _number("b", self.b, 0.0)
+        if Path(self.corpus).suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"corpus is {self.corpus!r}; give a .jsonl or .parquet file")
+
+
+class Bm25Retriever:
+    """BM25 over a corpus in a file (Robertson and Zaragoza 2009, Lucene's variant, by ``bm25s``).
+
+    The index is built once for a corpus file, kept on disk, and shared by all trajectories of a process; it is loaded
+    at the first search. Two processes that build at the same time both succeed: the folder is put in place by a rename.
+
+    Args:
+        options: see `Bm25Options`.
+
+    Raises:
+        FileNotFoundError: the corpus is not there.
+        ImportError: ``bm25s`` is not installed.
+    """
+
+    def __init__(self, options: Bm25Options) -> None:
+        self.options = options
+        self.corpus = Path(options.corpus).expanduser()
+        if not self.corpus.is_file():
+            raise FileNotFoundError(f"the corpus {str(self.corpus)!r} is not there")
+        try:
+            import bm25s  # noqa: F401
+        except ImportError as error:
+            raise ImportError("the bm25 retriever needs the package bm25s: pip install 'verl-ext[search]'") from error
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, list[Passage]] | None = None
+        # One thread: a search takes less than a millisecond, and the index is not made for concurrent use.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bm25")
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Retrieval]:
+        """See `Retriever`. The event loop goes on meanwhile."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self.find, list(queries), top_k)
+        except Exception as error:
+            logger.warning("BM25 search in %s failed: %s: %s", self.corpus, type(error).__name__, error)
+            return [Retrieval(failure=ERROR, detail=f"{type(error).__name__}: {error}")] * len(queries)
+
+    def find(self, queries: Sequence[str], top_k: int) -> list[Retrieval]:
+        """The same, at once.
+
+        Raises:
+            ValueError: the corpus can't be read.
+        """
+        import bm25s
+
+        index, passages = self.load()
+        tokens = bm25s.tokenize(
+            list(queries), stopwords=self.options.stopwords or [], return_ids=False, show_progress=False
+        )
+        found = []
+        for words in tokens:
+            words = [word for word in words if word in index.vocab_dict]
+            if not words:
+                found.append(Retrieval())
+                continue
+            ids, scores = index.retrieve([words], k=min(top_k, len(passages)), show_progress=False, n_threads=0)
+            hits = [
+                dataclasses.replace(passages[int(i)], score=float(score))
+                for i, score in zip(ids[0], scores[0], strict=True)
+                if score > 0
+            ]
+            found.append(Retrieval(tuple(hits)))
+        return found
+
+    def load(self) -> tuple[Any, list[Passage]]:
+        """The index and the passages; built and written to the cache if they are not there."""
+        with self._lock:
+            if self._loaded is None:
+                import bm25s
+
+                passages = read_corpus(self.corpus)
+                folder = self.cache_folder()
+                if not folder.is_dir():
+                    self._build(folder, passages)
+                index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+                self._loaded = index, passages
+            return self._loaded
+
+    def cache_folder(self) -> Path:
+        """Folder of the index: its name tells apart corpora (by content) and settings."""
+        import bm25s
+
+        digest = hashlib.sha256()
+        with self.corpus.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        digest.update(repr((self.options.k1, self.options.b, self.options.stopwords, bm25s.__version__)).encode())
+        return Path(self.options.cache_dir).expanduser() / f"{self.corpus.stem}-{digest.hexdigest()[:20]}"
+
+    def _build(self, folder: Path, passages: Sequence[Passage]) -> None:
+        import bm25s
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tokens = bm25s.tokenize(
+            [f"{p.title} {p.text}" for p in passages], stopwords=self.options.stopwords or [], show_progress=False
+        )
+        index = bm25s.BM25(k1=self.options.k1, b=self.options.b)
+        index.index(tokens, show_progress=False)
+        work = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+        try:
+            index.save(work, show_progress=False)
+            os.replace(work, folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same index
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def read_corpus(path: str | Path) -> list[Passage]:
+    """Passages of a ``.jsonl`` or ``.parquet`` file.
+
+    Raises:
+        ValueError: a passage has no text, or the file holds none; the message names file and line.
+    """
+    path = Path(path)
+    if path.suffix == ".parquet":
+        import pandas
+
+        records = pandas.read_parquet(path).to_dict("records")
+    else:
+        records = []
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        records.append(json.loads(line))
+                    except json.JSONDecodeError as error:
+                        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    passages = []
+    for number, record in enumerate(records, start=1):
+        try:
+            passages.append(_passage(record, default_id=str(number - 1)))
+        except ValueError as error:
+            raise ValueError(f"{path}, passage {number}: {error}") from error
+    if not passages:
+        raise ValueError(f"{path} holds no passage")
+    return passages
+
+
+def _passage(record: Any, default_id: str = "", score: float = math.nan) -> Passage:
+    """A passage of ``{id, title, text}`` or Search-R1's ``{id, contents}``."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"expected an object with text, not {record!r:.80}")
+    title, text = record.get("title"), record.get("text")
+    if text is None:
+        contents = record.get("contents")
+        if not isinstance(contents, str):
+            raise ValueError(f"neither text nor contents in {sorted(map(str, record))}")
+        first, _, rest = contents.partition("\n")
+        title, text = (title or first.strip().strip('"'), rest) if rest else (title or "", contents)
+    return Passage(str(record.get("id", default_id)), str(title or ""), str(text), score)
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """A retrieval server with the interface of Search-R1's.
+
+    Attributes:
+        url: of its route, such as ``http://localhost:8000/retrieve``.
+        timeout_s: seconds for one attempt, connecting included.
+        retries: further attempts after a connection error, a timeout, or an answer with status 429 or 5xx.
+        backoff_s: pause before the first further attempt; it doubles each time.
+        max_concurrent: requests under way at once in a process.
+    """
+
+    url: str
+    timeout_s: float = 10.0
+    retries: int = 2
+    backoff_s: float = 0.5
+    max_concurrent: int = 64
+
+    def __post_init__(self) -> None:
+        _text("url", self.url)
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}; it begins with http:// or https://")
+        _number("timeout_s", self.timeout_s, 0.001)
+        _number("retries", self.retries, 0, whole=True)
+        _number("backoff_s", self.backoff_s, 0.0)
+        _number("max_concurrent", self.max_concurrent, 1, whole=True)
+
+
+class _TryAgain(Exception):
+    """An answer that may be better next time."""
+
+
+class HttpRetriever:
+    """Passages from a server: POST ``{"queries": [...], "topk": k, "return_scores": true}`` to its URL.
+
+    The answer is ``{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}``, one list a query; documents
+    without scores, and ``title``/``text`` in place of ``contents``, are read too. A call ends after at most
+    ``(retries + 1) * timeout_s`` seconds and the pauses between, and then reports `TIMEOUT` or `ERROR`.
+
+    Args:
+        options: see `HttpOptions`.
+    """
+
+    def __init__(self, options: HttpOptions) -> None:
+        self.options = options
+        # A session and a semaphore belong to one event loop.
+        self._of_loop: tuple[Any, Any, asyncio.Semaphore] | None = None
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Retrieval]:
+        """See `Retriever`."""
+        failure, detail = ERROR, ""
+        for attempt in range(self.options.retries + 1):
+            if attempt:
+                await asyncio.sleep(self.options.backoff_s * 2 ** (attempt - 1))
+            try:
+                return await self._once(list(queries), top_k)
+            except asyncio.TimeoutError:
+                failure, detail = TIMEOUT, f"no answer from {self.options.url} within {self.options.timeout_s} s"
+            except _TryAgain as error:
+                failure, detail = ERROR, str(error)
+            except ValueError as error:  # an answer that no further attempt would mend
+                failure, detail = ERROR, f"{self.options.url}: {error}"
+                break
+        logger.warning("retrieval failed (%s): %s", failure, detail)
+        return [Retrieval(failure=failure, detail=detail)] * len(queries)
+
+    async def _once(self, queries: list[str], top_k: int) -> list[Retrieval]:
+        import aiohttp
+
+        session, semaphore = self._session()
+        payload = {"queries": queries, "topk": top_k, "return_scores": True}
+        async with semaphore:
+            try:
+                async with session.post(self.options.url, json=payload) as answer:
+                    if answer.status == 429 or answer.status >= 500:
+                        raise _TryAgain(f"{self.options.url} answered {answer.status}")
+                    if answer.status != 200:
+                        raise ValueError(f"answered {answer.status}: {(await answer.text())[:200]}")
+                    body = await answer.json(content_type=None)
+            except aiohttp.ClientError as error:
+                raise _TryAgain(f"{self.options.url}: {type(error).__name__}: {error}") from error
+        return _results(body, len(queries), top_k)
+
+    def _session(self) -> tuple[Any, asyncio.Semaphore]:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._of_loop is None or self._of_loop[0] is not loop or self._of_loop[1].closed:
+            session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.options.timeout_s))
+            self._of_loop = loop, session, asyncio.Semaphore(self.options.max_concurrent)
+        return self._of_loop[1], self._of_loop[2]
+
+    async def close(self) -> None:
+        """Close the connections. A later search opens new ones."""
+        if self._of_loop is not None:
+            await self._of_loop[1].close()
+            self._of_loop = None
+
+
+def _results(body: Any, queries: int, top_k: int) -> list[Retrieval]:
+    """Retrievals of a server's answer.
+
+    Raises:
+        ValueError: the answer does not have the server's form.
+    """
+    lists = body.get("result") if isinstance(body, Mapping) else None
+    if not isinstance(lists, list) or len(lists) != queries or not all(isinstance(one, list) for one in lists):
+        raise ValueError(f"expected {{'result': [a list for each of {queries} queries]}}, got {str(body)[:200]}")
+    found = []
+    for hits in lists:
+        passages = []
+        for hit in hits[:top_k]:
+            scored = isinstance(hit, Mapping) and "document" in hit
+            score = hit.get("score") if scored else None
+            number = float(score) if isinstance(score, int | float | str) else math.nan
+            passages.append(_passage(hit["document"] if scored else hit, score=number))
+        found.append(Retrieval(tuple(passages)))
+    return found

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From model calls to the rows that verl stores: what the agent loops that make one row a call share.
+
+A loop collects a :class:`ModelCall` for every answer of the model (:func:`generate`), fills its row fields in
+``fields`` and hands the list to :func:`make_rows`. A trajectory that failed before the model said anything is one
+:func:`placeholder`, so that it is counted and its group keeps its size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.utils.profiler import simple_timer
+
+
+@dataclass
+class ModelCall:
+    """One prompt and the model's answer to it.
+
+    Attributes:
+        prompt_ids: tokens of the prompt.
+        response_ids: tokens of the answer, cut to the response length.
+        response_logprobs: log-probability of each token of the answer under the sampler; None if not asked for.
+        engine_fields: what the engine adds (``min_global_steps``, ``max_global_steps`` and so on).
+        metrics: verl's timings of the call.
+        fields: row fields of the row (methods' names: ``agent_id``, ``turn_reward``, ``anchor_obs``, ...).
+        trained: False for a row that is in no statistic and not in the loss (``valid_row`` False, mask 0).
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_logprobs: list[float] | None
+    engine_fields: dict[str, Any] = field(default_factory=dict)
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    fields: dict[str, Any] = field(default_factory=dict)
+    trained: bool = True
+
+
+def request_name(loop: AgentLoopBase, priority: int, session_id: Any) -> str:
+    """The name under which a trajectory's requests go to the engine.
+
+    One name for all calls of a trajectory keeps them on one server, where a common prefix is cached.
+    """
+    if loop.rollout_config.get("full_determinism", False):
+        return f"det-{int(priority)}-{session_id}"
+    return uuid4().hex
+
+
+async def encode(loop: AgentLoopBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Tokens of a chat with the opening of the next answer, made outside the event loop."""
+    plain = [dict(message) for message in messages]
+    builder = loop.continuous_token_builder
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: list(builder.build_initial_tokens(plain)))
+
+
+async def generate(
+    loop: AgentLoopBase,
+    request_id: str,
+    prompt_ids: Sequence[int],
+    sampling_params: Mapping[str, Any],
+    priority: int = 0,
+) -> ModelCall:
+    """Have the engine answer one prompt.
+
+    Args:
+        loop: the agent loop, for its engine and ``rollout.response_length``.
+        request_id: see :func:`request_name`.
+        prompt_ids: tokens of the prompt.
+        sampling_params: temperature and so on, passed to the engine unchanged.
+        priority: scheduling priority of the request.
+
+    Returns:
+        The call. ``response_ids`` is empty if the engine gave no token.
+    """
+    timing: dict[str, float] = {}
+    with simple_timer("generate_sequences", timing):
+        output = await loop.server_manager.generate(
+            request_id=request_id,
+            prompt_ids=list(prompt_ids),
+            sampling_params=dict(sampling_params),
+            priority=priority,
+        )
+    response_ids = list(output.token_ids[: int(loop.rollout_config.response_length)])
+    logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
+    preempted = -1 if output.num_preempted is None else int(output.num_preempted)
+    return ModelCall(
+        prompt_ids=list(prompt_ids),
+        response_ids=response_ids,
+        response_logprobs=logprobs,
+        engine_fields=dict(output.extra_fields),
+        metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"], num_preempted=preempted),
+    )
+
+
+def placeholder(
+    loop: AgentLoopBase, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], global_steps: Any
+) -> ModelCall:
+    """The single row of a trajectory in which the model said nothing; in no statistic and not in the loss.
+
+    Args:
+        loop: the agent loop, for its tokenizer and ``rollout.prompt_length``.
+        prompt_ids: any prompt; cut to the prompt length.
+        sampling_params: log-probabilities are given exactly if these ask for them, as for the rows of the engine.
+        global_steps: the training step; the weights are taken to be those that the step before it left.
+    """
+    steps = max(int(global_steps or 0) - 1, 0)
+    return ModelCall(
+        prompt_ids=list(prompt_ids)[: int(loop.rollout_config.prompt_length)],
+        response_ids=[int(loop.tokenizer.eos_token_id)],
+        response_logprobs=[0.0] if sampling_params.get("logprobs") else None,
+        engine_fields={"global_steps": steps, "min_global_steps": steps, "max_global_steps": steps},
+        trained=False,
+    )
+
+
+def make_rows(
+    calls: Sequence[ModelCall],
+    *,
+    outcome: float,
+    info: Mapping[str, float],
+    common: Mapping[str, Any] | None = None,
+    failure: str = "",
+) -> list[AgentLoopOutput]:
+    """The rows of one trajectory, in the order of `calls`.
+
+    Args:
+        calls: at least one.
+        outcome: reward of the trajectory; verl stores it on every row (``reward_score``).
+        info: numbers about the trajectory. verl reports them in validation, and training metrics
+            ``trajectory/<name>`` are their means over the trajectories of a batch.
+        common: fields that all rows share, such as ``stop_reason``.
+        failure: why the trajectory ended before its time, in one word; counted as ``rollout/failures/<failure>``.
+            Empty for a trajectory that is as it should be. Stored in the last row.
+
+    Returns:
+        One output a call. ``extra_fields`` hold the engine's fields, `common`, the call's own fields, ``valid_row``,
+        ``failure`` and ``reward_extra_info``.
+
+    Raises:
+        ValueError: no call, or an outcome that is not finite.
+    """
+    if not calls:
+        raise ValueError("a trajectory without any model call has no rows; use verl_ext.rollout.rows.placeholder")
+    if not math.isfinite(outcome):
+        raise ValueError(f"the outcome of a trajectory is {outcome}; a reward must be finite")
+    # verl builds the columns from the keys of the first row, so all rows have them or none has.
+    has_logprobs = all(call.response_logprobs is not None for call in calls)
+    rows = []
+    for index, call in enumerate(calls):
+        rows.append(
+            AgentLoopOutput(
+                prompt_ids=call.prompt_ids,
+                response_ids=call.response_ids,
+                response_mask=[int(call.trained)] * len(call.response_ids),
+                response_logprobs=call.response_logprobs if has_logprobs else None,
+                multi_modal_data={},
+                reward_score=float(outcome),
+                num_turns=2 * (index + 1),
+                metrics=call.metrics,
+                extra_fields={
+                    **call.engine_fields,
+                    **(common or {}),
+                    **call.fields,
+                    "valid_row": call.trained,
+                    "failure": failure if index == len(calls) - 1 else "",
+                    "turn_scores": [],
+                    "tool_rewards": [],
+                    "reward_extra_info": {name: float(value) for name, value in info.items()},
+                },
+            )
+        )
+    return rows

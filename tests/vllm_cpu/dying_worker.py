@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM worker that is killed while the trainer sends it weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from verl_ext.platform.vllm_cpu_worker import CpuWorkerExtension
+
+
+class DiesInTheThirdSync(CpuWorkerExtension):
+    """The first sync is before the first step, the second after it."""
+
+    syncs = 0
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        DiesInTheThirdSync.syncs += 1
+        if DiesInTheThirdSync.syncs == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().update_weights_from_ipc(*args, **kwargs)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own vLLM server on the CPU, driven by verl's real trainer in the environment that has vLLM."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Lab, Run, eventually, processes
+
+pytestmark = pytest.mark.vllm
+
+HERE = Path(__file__).resolve().parent
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+RHO = 0.05
+
+
+def start(lab: Lab, name: str, recipe: str, overrides: list[str], **more: Any) -> Run:
+    """A run with the recording loop on vLLM."""
+    environment = {
+        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+        "RECORD": str(lab.root / f"{name}.jsonl"),
+    }
+    return lab.run(
+        name,
+        recipe,
+        [
+            VLLM,
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={lab.root / 'loops.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=recording",
+            *overrides,
+        ],
+        environment=environment,
+        **more,
+    )
+
+
+def records(lab: Lab, name: str, weights: int) -> list[dict[str, Any]]:
+    """What was sampled with the weights of training step `weights` (0: the ones before training)."""
+    lines = (lab.root / f"{name}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if (record["weights"] or 0) == weights]
+
+
+@functools.cache
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def true_log_probs(folder: Path, record: dict[str, Any], rho: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [T] of a record's answer and its log-probability ratios to the most probable token [T].
+
+    By transformers, normalised in float64, of the policy pruned at `rho`.
+    """
+    ids = torch.tensor([record["prompt"] + record["answer"]])
+    first = len(record["prompt"]) - 1
+    logits = load(folder)(ids).logits[0, first:-1].double()
+    below_max = logits - logits.amax(-1, keepdim=True)
+    answer = torch.tensor(record["answer"])[:, None]
+    ratio = below_max.gather(-1, answer)[:, 0]
+    if rho:
+        below_max = below_max.masked_fill(below_max < math.log(rho), -math.inf)
+    return torch.log_softmax(below_max, -1).gather(-1, answer)[:, 0], ratio
+
+
+def worst_difference(folder: Path, found: list[dict[str, Any]], rho: float = 0.0) -> float:
+    return max(
+        float((true_log_probs(folder, record, rho)[0] - torch.tensor(record["log_probs"])).abs().max())
+        for record in found
+    )
+
+
+def finite(step: dict[str, Any]) -> bool:
+    return all(math.isfinite(value) for value in step.values() if isinstance(value, int | float))
+
+
+def test_multi_turn_training(vllm_lab: Lab) -> None:
+    """Three steps with validation: the sampler follows the weights, to float32 rounding, and nothing stays behind."""
+    run = start(
+        vllm_lab,
+        "multi_turn",
+        "[trloo,cpu]",
+        [
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=1",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            "trainer.val_before_train=true",
+            "trainer.test_freq=3",
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+            # Large steps, so that weights that were not sent would show.
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+        ],
+    ).check()
+    metrics = run.metrics
+    assert sorted(metrics) == [0, 1, 2, 3]
+    for number in (1, 2, 3):
+        step = metrics[number]
+        assert finite(step)
+        assert step["rollout/rows"] == 32 and step["rollout/trajectories"] == 16
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] <= 1e-5
+        assert abs(step["rollout_corr/log_ppl_diff_max"]) <= 1e-5 and abs(step["rollout_corr/log_ppl_diff_min"]) <= 1e-5
+    assert {row["turn_index"] for row in run.rows(3)} == {0, 1}
+
+    # What the engine sampled with the weights of a step, against those weights as they were saved.
+    folders = {0: vllm_lab.model}
+    for step in (1, 2):
+        folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+    for step, folder in folders.items():
+        found = records(vllm_lab, "multi_turn", step)
+        assert {record["turn"] for record in found} == {0, 1}
+        assert worst_difference(folder, found[-6:]) <= 1e-5
+    stale = worst_difference(vllm_lab.model, records(vllm_lab, "multi_turn", 2)[-6:])
+    assert stale > 0.01, f"the update changed log-probabilities by {stale} only: this test would not see a missing sync"
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
+
+
+def test_pruned_sampler_and_trainer_agree(vllm_lab: Lab) -> None:
+    """`dvp.rho` reaches vLLM as min_p: no token from outside the set, and the log-probabilities that are trained."""
+    run = start(vllm_lab, "pruned", "[dvp,grpo,cpu]", [f"dvp.rho={RHO}", "trainer.total_training_steps=3"]).check()
+    for step in run.metrics.values():
+        assert finite(step)
+        assert step["training/rollout_probs_diff_max"] <= 1e-5
+        assert step["mismatch/max"] <= 1e-5
+        assert step["mismatch_unpruned/max"] > 0.01
+        assert step["dvp/out_of_set_fraction"] <= 0.01
+    found = records(vllm_lab, "pruned", 0)
+    assert len(found) == 32
+    ratios = torch.cat([true_log_probs(vllm_lab.model, record)[1] for record in found])
+    assert float(ratios.min()) >= math.log(RHO) - 1e-5
+    assert worst_difference(vllm_lab.model, found, RHO) <= 1e-5
+    # Without min_p this model would have left the set: the test bites.
+    kept = torch.exp(
+        torch.cat([true_log_probs(vllm_lab.model, r)[0] - true_log_probs(vllm_lab.model, r, RHO)[0] for r in found])
+    )
+    assert float(kept.mean()) < 0.95
+
+
+def test_engine_that_dies_in_a_weight_sync_ends_the_run(vllm_lab: Lab) -> None:
+    """The sender would wait for its answer for ever; here the run ends and says why."""
+    run = start(
+        vllm_lab,
+        "dead_engine",
+        "[trloo,cpu]",
+        [
+            "trainer.total_training_steps=1000",
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=dying_worker.DiesInTheThirdSync",
+        ],
+        timeout=200,
+    )
+    assert run.code != 0
+    assert sorted(run.metrics) == [1]
+    assert "WeightSyncError" in run.log and "the rollout engine" in run.log, run.log[-6000:]
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
+
+
+def test_head_size_is_refused(vllm_lab: Lab, tmp_path: Path) -> None:
+    """A model that vLLM's CPU kernels do not serve is refused before Ray starts."""
+    from transformers import AutoTokenizer, LlamaConfig
+
+    config = LlamaConfig.from_pretrained(vllm_lab.model)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.head_dim = 16
+    config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(vllm_lab.model).save_pretrained(tmp_path)
+    run = vllm_lab.run("head_size", "[trloo,cpu]", [VLLM, f"actor_rollout_ref.model.path={tmp_path}"])
+    assert run.code != 0
+    assert "attention heads of size 16" in run.log and "embedded" in run.log
+    assert "Started a local Ray instance" not in run.log
+    assert sys.executable != vllm_lab.python

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl_ext.methods import rows as rows_module
 from verl_ext.methods.groups import Segments, compact_ids, joint_ids, value_ids
-from verl_ext.methods.rows import Rows, row_scores
+from verl_ext.methods.rows import RowFieldError, Rows, broadcast_rows, row_scores
 
 
 class Colour(enum.Enum):
@@ -54,6 +55,9 @@ def objects(*values):
         (np.array([[1, 2], [3, 4], [1, 2]]), [0, 1, 0]),
         ([{1, 2}, {2, 1}, {1}], [0, 0, 2]),
         ([Colour.RED, Colour.BLUE, Colour.RED], [0, 1, 0]),
+        (["a", np.str_("a"), "b"], [0, 0, 2]),
+        ([1, True, 1.0, "1", 2], [0, 0, 0, 3, 4]),
+        (["a", ["a"], "a", ("a",)], [0, 1, 0, 1]),
         ([], []),
     ],
 )
@@ -72,6 +76,15 @@ def test_joint_ids_and_compact_ids():
     first, second = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     assert joint_ids(first, second).tolist() == [0, 1, 2, 3]
     assert joint_ids(first).tolist() == [0, 0, 1, 1]
+    assert joint_ids(first, np.array([0, 1, 1, 1])).tolist() == [0, 1, 2, 2]
+    rng = np.random.default_rng(0)
+    columns = [rng.integers(0, 900, 1000) for _ in range(3)]
+    same = np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1)
+    np.testing.assert_array_equal(joint_ids(*columns), same)
+    codes = np.array([3, 0, 2, 1])
+    compact_ids(codes)[0] = 7  # a column of its own
+    assert codes.tolist() == [3, 0, 2, 1]
+    assert compact_ids(np.array([5, 5])).tolist() == [0, 0]
     assert compact_ids(np.array([10**12, -(10**12), 10**12])).tolist() == [1, 0, 1]
     assert compact_ids(np.array([], dtype=np.int64)).tolist() == []
 
@@ -110,6 +123,43 @@ def test_zero_variance_threshold():
     assert groups.constant(np.array([1e6, 1e6 + 0.9, 1e6, 1e6 + 1.1])).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e3, 1e9, 1e160])
+@pytest.mark.parametrize("spread", [0.0, 0.3e-6, 0.7e-6, 0.99e-6, 1.01e-6, 1.5e-6, 3e-6, 1e-3, 1.0])
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_zero_variance_is_decided_by_the_spread_of_the_group(scale, spread, size):
+    # Beside a large group that moves the norm of all values, whatever the position of the odd one out.
+    level = max(1.0, scale)
+    group = np.full(size, scale)
+    group[size // 2] = scale - spread * level
+    values, ids = np.concatenate([group, [0.0, 2.0 * level]]), np.array([0] * size + [1] * 2)
+    groups = Segments(ids)
+    constant = group.max() - group.min() <= 1e-6 * max(1.0, np.abs(group).max())
+    deviation = groups.deviation(values)
+    assert (deviation[:size] == 0).all() if constant else np.abs(deviation[:size]).max() > 0
+    assert (groups.constant(values) == [constant, False]).all()
+    standard = groups.standardise(values, ddof=1, epsilon=0.0)
+    assert (standard[:size] == 0).all() if constant else np.isfinite(standard).all()
+
+
+def test_no_epsilon_and_no_variance_give_no_advantage():
+    groups = Segments(np.array([0, 0, 1]))
+    assert groups.standardise(np.array([0.9, 0.9, 0.5]), ddof=1, epsilon=0.0).tolist() == [0.0, 0.0, 0.5]
+
+
+def test_trajectories_are_keyed_by_prompt_and_compared_by_value():
+    def ids(column, index=("p", "p", "q")):
+        return Rows(3, index=list(index), traj_uid=column).trajectories().tolist()
+
+    assert ids(["a", "b", "c"]) == [0, 1, 2]
+    assert ids(["a", "a", "a"]) == [0, 0, 1]
+    assert ids([[1], (1,), [2]]) == [0, 0, 1]
+    assert ids([float("nan"), float("nan"), 1.0]) == [0, 0, 1]
+    with pytest.raises(RowFieldError, match="'traj_uid' cannot serve as a group key: entry 1 is None"):
+        ids(["a", None, "c"])
+    with pytest.raises(RowFieldError, match="compared by value"):
+        ids([object(), object(), object()])
+
+
 def test_rows_read_columns_of_every_kind():
     rows = Rows(
         3, index=["a", "b", "a"], turn_reward=torch.tensor([1.0, 2.0, 3.0]), turn_index=objects(0, 1, np.int64(2))
@@ -133,11 +183,40 @@ def test_row_scores_are_float64_sums_of_the_whole_row(dtype):
     sparse[0, 7], sparse[1, 299], sparse[3, 0], sparse[4, 5] = 0.9, -1.5, 1e12, 2.0
     cancelling = torch.zeros(2, 300, dtype=dtype)
     cancelling[:, 0], cancelling[:, 1], cancelling[:, 2] = 4096.0, -4096.0, 0.875
-    for rewards in (dense, sparse, cancelling, torch.cat([sparse, dense]), torch.ones(3, 1, dtype=dtype), dense[:, :0]):
+    unequal = torch.zeros(4, 300, dtype=dtype)
+    unequal[0, 3], unequal[0, 9], unequal[1, 0], unequal[2, 5], unequal[2, 6] = 1e8, 1.0, -0.0, 2.0, -2.0
+    transposed = dense.T.contiguous().T
+    whole = torch.cat([sparse, dense])
+    ones = torch.ones(3, 1, dtype=dtype)
+    for rewards in (dense, sparse, cancelling, unequal, transposed, sparse[:, ::2], whole, ones, dense[:, :0]):
         scores = row_scores(rewards)
         assert scores.dtype == np.float64
         np.testing.assert_array_equal(scores, rewards.double().sum(-1).numpy())
     assert np.isnan(row_scores(torch.tensor([[0.0, float("nan")]], dtype=dtype))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])
+@pytest.mark.parametrize("block", [1, 3 * 1100, 1 << 20])
+@pytest.mark.parametrize("rows", [7, 1000])  # the second takes more than two huge pages
+def test_broadcast_is_value_times_mask(monkeypatch, dtype, block, rows):
+    monkeypatch.setattr(rows_module, "BLOCK_ELEMENTS", block)
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(rows, 1100, generator=generator) > 0.4).to(dtype)
+    values = torch.randn(rows, generator=generator, dtype=torch.float64).numpy()
+    given = mask.clone()
+    tokens = broadcast_rows(values, mask)
+    assert tokens.dtype == torch.float32 and tokens.is_contiguous() and torch.equal(mask, given)
+    np.testing.assert_array_equal(tokens.numpy(), values.astype(np.float32)[:, None] * mask.numpy().astype(np.float32))
+    shuffled = mask.T.contiguous().T
+    np.testing.assert_array_equal(broadcast_rows(values, shuffled).numpy(), tokens.numpy())
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, float("nan"), float("inf")])
+def test_an_advantage_that_does_not_fit_names_its_row(value):
+    mask = torch.ones(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="of row 1 does not fit into float32"):
+        broadcast_rows(np.array([3e38, value, 0.0]), mask)
+    assert broadcast_rows(np.array([3e38, -3e38, 0.0]), mask)[:, 1].tolist() == pytest.approx([3e38, -3e38, 0.0])
 
 
 def test_methods_import_without_verl_ray_or_transformers():

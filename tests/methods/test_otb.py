@@ -122,6 +122,70 @@ def test_importance_weights_enter_squared_inside_the_sum():
     np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("zero_tail", [False, True])
+@pytest.mark.parametrize("product", [0, 1 << 18])
+def test_regular_groups_with_anything_in_the_padding(monkeypatch, weighted, dtype, zero_tail, product):
+    # Rows of one length per group, one reward at the end: the short way, whose results padding must not reach.
+    monkeypatch.setattr(otb, "SMALL_PRODUCT", product)
+    long_way = []
+    monkeypatch.setattr(
+        otb, "_Block", lambda *args, block=otb._Block, **kw: long_way.append(args) or block(*args, **kw)
+    )
+    data = batch(13, rows=24, holes=False)
+    data["index"] = [f"u{i // 4}" for i in range(24)]
+    fields = {name: data[name].to(dtype) for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared")}
+    weights = torch.rand(24, 19, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+    padding = data["response_mask"] == 0
+    expected = reference(*(data | fields).values(), "self_inclusive", zero_tail, weights if weighted else None)
+    for inside in (0.0, 3.0, -40.0, float("inf"), float("-inf"), float("nan")):
+        given = {name: field.masked_fill(padding, inside) for name, field in fields.items()}
+        given["token_level_rewards"] = fields["token_level_rewards"]
+        extra = {"rollout_is_weights": weights.masked_fill(padding, inside)} if weighted else {}
+        got, returns = otb_advantage(**(data | given), **extra, handle_zero_tail=zero_tail)
+        np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
+        assert torch.equal(returns, fields["token_level_rewards"].float().sum(-1, keepdim=True) * ~padding)
+        assert bool(long_way) != (abs(inside) < float("inf"))
+        long_way.clear()
+
+
+def test_only_the_blocks_with_irregular_groups_go_the_long_way(monkeypatch):
+    monkeypatch.setattr(otb, "BLOCK_ELEMENTS", 8 * 19)
+    seen = []
+    monkeypatch.setattr(otb, "_Block", lambda *args, block=otb._Block, **kw: seen.append(args[1]) or block(*args, **kw))
+    data = batch(19, rows=22, holes=False)
+    # Rows 0-15 in groups of 4, a padding row of its own prompt, 17-20 with one more far away.
+    data["index"] = [f"u{i // 4}" for i in range(16)] + ["padding", *["v"] * 4, "u0"]
+    data["response_mask"][16] = 0
+    valid = [True] * 21 + [False]
+    got, _ = otb_advantage(**data, valid_row=valid)
+    expected = reference(*(data | {"index": data["index"][:21]}).values(), "self_inclusive", True)
+    np.testing.assert_allclose(got[:21].numpy(), expected[:21].numpy(), atol=3e-6, rtol=3e-6)
+    assert [members.tolist() for members in seen] == [list(range(16, 21))]
+    seen.clear()
+    got, _ = otb_advantage(**data)
+    np.testing.assert_allclose(
+        got.numpy(), reference(*data.values(), "self_inclusive", True).numpy(), atol=3e-6, rtol=3e-6
+    )
+    assert [members.tolist() for members in seen] == [[0, 1, 2, 3, 21], [12, 13, 14, 15, 16]]
+
+
+def test_a_small_second_reward_counts():
+    # 1e8 + 1 is 1e8 in float32, but the row is not one of a single reward.
+    data = batch(17, rows=8, holes=False)
+    data["index"] = [f"u{i // 4}" for i in range(8)]
+    data["response_mask"][:, :3] = 1
+    rewards = torch.zeros(8, 19, dtype=torch.float64)
+    rewards[torch.arange(8), data["response_mask"].sum(-1) - 1] = 1e8
+    rewards[::4, 0] = 1.0
+    for data["token_level_rewards"] in (rewards, rewards.float()):
+        got, _ = otb_advantage(**data)
+        expected = reference(*data.values(), "self_inclusive", True)
+        assert (expected[::4, 0] > 0.2).all()
+        np.testing.assert_allclose(got[:, :2].numpy(), expected[:, :2].numpy(), atol=0.05)
+
+
 def test_two_samples_by_hand():
     # Both tokens have pi = 1/2 of two, so w = 1 - 1 + 1/2 each; the first row has reward 1, the second 0.
     mask = torch.tensor([[1, 1], [1, 0]])

@@ -2,10 +2,10 @@
 """Estimators and losses: time and memory beside verl's own, on the same tensors in one run.
 
 Every comparison calls ours and verl's in alternating order on the same tensors and takes the median of the ratios of
-neighbouring calls. Times are CPU seconds of the one thread that computes (verl's driver has one core for advantages),
-so that other load on the machine does not count; with ``--threads`` above 1 they are wall-clock seconds. The floor is
-the time to read each input once and to write outputs of the same size to fresh memory. Peak memory is the growth of the
-resident memory of a process of its own over one call. Row counts are prompts x 8 samples.
+neighbouring calls. Times are CPU seconds of the process, all its threads, with one torch thread (verl's driver has one
+core for advantages), so that the time of other processes does not count; with ``--threads`` above 1 they are wall-clock
+seconds. The floor is the time to read each input once and to write outputs of the same size to fresh memory. Peak
+memory is the growth of the resident memory of a process of its own over one call. Row counts are prompts x 8 samples.
 
 Headline figures are the worst over the usual shapes; longer rows and rows with tool tokens are in the table.
 """
@@ -35,7 +35,7 @@ QUICK_LONG = ((64, 4096),)
 
 #: Tokens that one comparison works through, and the bounds of its number of repetitions.
 TOKENS = 12_000_000
-MIN_REPEATS, MAX_REPEATS = 5, 60
+MIN_REPEATS, MAX_REPEATS = 11, 60
 #: Sizes of the growth measurement, as rows of GROWTH_LENGTH tokens: 1e5 to 1e8 tokens.
 GROWTH_ROWS = (96, 976, 9_768, 97_656)
 GROWTH_LENGTH = 1024
@@ -55,10 +55,10 @@ class Comparison(NamedTuple):
 
 
 class Clock:
-    """CPU seconds of this thread, or wall-clock seconds when torch uses more threads."""
+    """CPU seconds of this process, or wall-clock seconds when torch uses more threads."""
 
     def __init__(self, threads: int):
-        self.now = time.thread_time if threads == 1 else time.perf_counter
+        self.now = time.process_time if threads == 1 else time.perf_counter
         self.unit = "CPU time" if threads == 1 else "wall-clock time"
 
     def __call__(self, function: Callable[[], Any]) -> float:

@@ -10,9 +10,12 @@ dictionary pass.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +26,19 @@ Column: TypeAlias = "np.ndarray | torch.Tensor | Sequence[Any]"
 
 #: A group whose values differ by no more than this fraction of their magnitude counts as constant.
 ZERO_VARIANCE_RTOL = 1e-6
+#: Sum of squares from which on deviations of values are not squared without care.
+LARGEST_NORM = 1e300
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as a numpy array on the CPU; bfloat16, which numpy does not know, becomes float32."""
     tensor = tensor.detach().to("cpu")
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def sum_of_squares(values: np.ndarray) -> float:
+    """Sum of the squares of a [B] array; infinite where they overflow. No BLAS, which starts threads for a long one."""
+    return float(np.einsum("i,i->", values, values))
 
 
 def value_key(value: Any) -> Any:
@@ -107,11 +117,15 @@ def value_ids(column: Column) -> np.ndarray:
     if isinstance(column, torch.Tensor):
         column = to_numpy(column)
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biu":
-        return compact_ids(column.astype(np.int64)) if column.dtype != np.uint64 else _unique(column)
+        return compact_ids(column.astype(np.int64, copy=False)) if column.dtype != np.uint64 else _unique(column)
     entries = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else list(column)
-    if set(map(type, entries)) <= {str, int}:  # their own keys: no call a row
-        number = {key: i for i, key in enumerate(dict.fromkeys(entries))}
-        return np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
+    number: dict[Any, int] = defaultdict(itertools.count().__next__)
+    try:
+        ids = np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
+        if own_keys(number):
+            return ids
+    except TypeError:  # an entry is not hashable
+        pass
     seen: dict[Any, int] = {}
     ids = np.fromiter(
         (seen.setdefault(v if type(v) is str else value_key(v), len(seen)) for v in entries),
@@ -123,6 +137,14 @@ def value_ids(column: Column) -> np.ndarray:
     return ids
 
 
+def own_keys(different: Iterable[Any]) -> bool:
+    """Whether the different entries of a column, as the keys of a dictionary, are all str and int: their own keys.
+
+    An entry of another type that equals one of these has an equal key too.
+    """
+    return set(map(type, different)) <= {str, int}
+
+
 def _unique(codes: np.ndarray) -> np.ndarray:
     return np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64, copy=False)
 
@@ -131,21 +153,35 @@ def compact_ids(codes: np.ndarray) -> np.ndarray:
     """Relabel int64 codes to contiguous ids 0..K-1 that keep the order of the codes."""
     if codes.size == 0:
         return codes.astype(np.int64)
-    low, high = int(codes.min()), int(codes.max())
-    if high - low > 8 * codes.size + 1024:
+    low, high = int(np.minimum.reduce(codes)), int(np.maximum.reduce(codes))
+    if low == high:
+        return np.zeros(codes.size, dtype=np.int64)
+    return _relabelled(codes - low if low else codes.astype(np.int64), high - low + 1)
+
+
+def _relabelled(codes: np.ndarray, number: int) -> np.ndarray:
+    """`compact_ids` of codes in 0..number-1."""
+    if number > 8 * codes.size + 1024:
         return _unique(codes)
-    used = np.zeros(high - low + 1, dtype=np.int64)  # a counting pass instead of a sort
-    used[codes - low] = 1
-    return (np.cumsum(used) - 1)[codes - low]
+    used = np.bincount(codes, minlength=number)  # a counting pass instead of a sort
+    if np.count_nonzero(used) == number:
+        return codes  # as they should be
+    return (np.cumsum(used > 0) - 1)[codes]
 
 
 def joint_ids(*ids: np.ndarray) -> np.ndarray:
     """Combine id columns of length B into one contiguous id column: rows share it when they agree in every column."""
-    joint = ids[0]
-    for other in ids[1:]:
-        if joint.size:
-            joint = compact_ids(joint * (int(other.max()) + 1) + other)
-    return compact_ids(joint)
+    if len(ids) == 1 or ids[0].size == 0:
+        return compact_ids(ids[0])
+    numbered = [(column, int(np.maximum.reduce(column)) + 1) for column in ids]
+    varying = [pair for pair in numbered if pair[1] > 1] or numbered[:1]  # a column of one value splits nothing
+    joint, number = varying[0]
+    if len(varying) == 1:
+        return _relabelled(joint, number)
+    for other, of_other in varying[1:]:
+        joint = _relabelled(joint * of_other + other, number * of_other)
+        number = min(number * of_other, joint.size)
+    return joint
 
 
 class Segments:
@@ -155,15 +191,25 @@ class Segments:
         ids: [B] int64, contiguous ids 0..K-1 (see `value_ids`, `joint_ids`).
 
     Attributes:
+        number: K.
         count: [K] number of rows of each group.
-        rows: [B] number of rows in the row's own group.
     """
 
     def __init__(self, ids: np.ndarray):
         self.ids = ids
-        self.number = int(ids.max()) + 1 if ids.size else 0
-        self.count = np.bincount(ids, minlength=self.number)
-        self.rows = self.count[ids]
+        self.count = np.bincount(ids)
+        self.number = self.count.size
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """[B] number of rows in the row's own group."""
+        return self.count[self.ids]
+
+    @functools.cached_property
+    def single(self) -> np.ndarray | None:
+        """[B] whether the row is a group of one; None when no row is."""
+        ones = self.count == 1
+        return ones[self.ids] if np.count_nonzero(ones) else None
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum of each group, [K]."""
@@ -175,11 +221,14 @@ class Segments:
 
     def constant(self, values: np.ndarray) -> np.ndarray:
         """Whether a group has zero variance, [K] bool: max - min <= 1e-6 * max(1, max|x|)."""
-        high = np.full(self.number, -np.inf)
-        low = np.full(self.number, np.inf)
+        high, low = np.empty((2, self.number))
+        high.fill(-np.inf)
+        low.fill(np.inf)
         np.maximum.at(high, self.ids, values)
         np.minimum.at(low, self.ids, values)
-        return high - low <= ZERO_VARIANCE_RTOL * np.maximum(1.0, np.maximum(np.abs(high), np.abs(low)))
+        spread = high - low
+        magnitude = np.maximum(high, np.negative(low, out=low), out=high)  # max|x| is max(max x, -min x)
+        return spread <= ZERO_VARIANCE_RTOL * np.maximum(magnitude, 1.0, out=magnitude)
 
     def deviation(self, values: np.ndarray) -> np.ndarray:
         """`x - mean` of the row's group, [B]; exactly 0 in a group of zero variance.
@@ -187,25 +236,54 @@ class Segments:
         Dividing the rounding residue of identical rewards by a small epsilon would turn it into a large advantage, so a
         group that is constant up to rounding has no deviation at all.
         """
+        return self._centred(values)[0]
+
+    def _centred(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`deviation`, [B], and its sum of squares of each group, [K]."""
         centred = values - self.mean(values)[self.ids]
-        return np.where(self.constant(values)[self.ids], 0.0, centred)
+        norm = sum_of_squares(values)
+        if not norm < LARGEST_NORM:  # the squares of huge values overflow
+            constant = self.constant(values)
+            centred[constant[self.ids]] = 0.0
+            with np.errstate(over="ignore"):
+                return centred, self.sum(centred * centred)
+        square = self.sum(centred * centred)
+        # The spread of n <= B values is at most sqrt(2 square) and at least sqrt(4 square / n), and no value is larger
+        # than the root of the norm. Groups are rarely near the threshold; only then are they compared value by value.
+        number = np.count_nonzero(square < 0.3 * ZERO_VARIANCE_RTOL**2 * max(1.0, norm) * values.size)
+        if number:
+            constant = square < 0.4 * ZERO_VARIANCE_RTOL**2
+            if np.count_nonzero(constant) != number:
+                constant = self.constant(values)
+            centred[constant[self.ids]] = 0.0
+            square[constant] = 0.0
+        return centred, square
 
     def std(self, deviation: np.ndarray, ddof: int) -> np.ndarray:
         """Standard deviation of the row's group, [B], from `deviation`; 0 in a group of no more than ddof rows."""
-        variance = self.sum(deviation * deviation) / np.maximum(self.count - ddof, 1)
-        return np.sqrt(variance)[self.ids]
+        return self._root(self.sum(deviation * deviation), ddof)[self.ids]
+
+    def _root(self, square: np.ndarray, ddof: int) -> np.ndarray:
+        """Standard deviation of each group, [K], from the sums of squared deviations."""
+        return np.sqrt(square / np.maximum(self.count - ddof, 1))
 
     def leave_one_out(self, values: np.ndarray) -> np.ndarray:
         """`x - mean of the others`, [B], as N/(N-1) (x - mean); x itself in a group of one."""
-        scale = self.rows / np.maximum(self.rows - 1, 1)
-        return np.where(self.rows > 1, scale * self.deviation(values), values)
+        result = self.deviation(values)
+        result *= (self.count / np.maximum(self.count - 1, 1))[self.ids]
+        return result if self.single is None else np.where(self.single, values, result)
 
     def centre(self, values: np.ndarray) -> np.ndarray:
         """`x - mean`, [B]; x itself in a group of one."""
-        return np.where(self.rows > 1, self.deviation(values), values)
+        result = self.deviation(values)
+        return result if self.single is None else np.where(self.single, values, result)
 
     def standardise(self, values: np.ndarray, *, ddof: int, epsilon: float) -> np.ndarray:
         """`(x - mean) / (std + epsilon)`, [B]; `x / (1 + epsilon)` in a group of one (mean 0 and std 1)."""
-        deviation = self.deviation(values)
-        scaled = deviation / (self.std(deviation, ddof) + epsilon)
-        return np.where(self.rows > 1, scaled, values / (1.0 + epsilon))
+        result, square = self._centred(values)
+        scale = self._root(square, ddof)
+        scale += epsilon
+        if epsilon == 0:
+            scale[scale == 0] = 1.0  # zero variance: the deviation is 0
+        result /= scale[self.ids]
+        return result if self.single is None else np.where(self.single, values / (1.0 + epsilon), result)

@@ -26,7 +26,16 @@ import torch
 
 from verl_ext.methods.groups import Column
 from verl_ext.methods.returns import token_reward_to_go
-from verl_ext.methods.rows import Rows, check_choice, check_range, check_token_field, check_tokens
+from verl_ext.methods.rows import (
+    Rows,
+    check_choice,
+    check_range,
+    check_token_field,
+    check_tokens,
+    copy_mask,
+    empty_tokens,
+    has_entries,
+)
 
 ALIGNMENTS = ("model_tokens", "column")
 BASELINES = ("self_inclusive", "leave_one_out")
@@ -35,6 +44,8 @@ BASELINES = ("self_inclusive", "leave_one_out")
 BLOCK_ELEMENTS = 1 << 18
 #: A group of up to this many elements is still one piece, which saves computing its weights twice.
 PIECE_ELEMENTS = 1 << 20
+#: Multiplications of a matrix product up to which numpy's takes less than half the time of torch's and one thread.
+SMALL_PRODUCT = 1 << 18
 LOG2_E = 1.0 / math.log(2.0)
 #: Whole numbers below these are exact.
 EXACT_INTEGERS = {torch.float32: 1 << 24, torch.float64: 1 << 53}
@@ -127,23 +138,32 @@ def otb_advantage(
         None if weights is None else check_token_field("rollout_is_weights", weights, response_mask).detach(),
     )
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, index=index)
-    device = response_mask.device
-    make = torch.empty if len(rows.kept) == batch else torch.zeros
-    advantages = make(batch, length, dtype=torch.float32, device=device)
-    returns = make(batch, length, dtype=torch.float32, device=device)
+    advantages, returns = empty_tokens(fields.mask), empty_tokens(fields.mask)
+    if len(rows.kept) < batch:
+        advantages.zero_()
+        returns.zero_()
     if batch == 0 or length == 0 or len(rows.kept) == 0:
         return advantages, returns
 
     group = rows.keys(group_by)
     order = np.argsort(group, kind="stable")
-    buffers = _buffers(device)
-    own, counts = baseline == "self_inclusive", np.bincount(group)
+    sorted_group, sorted_rows = group[order], rows.kept[order]
+    counts = np.bincount(group)
+    gaps = np.cumsum(np.diff(sorted_rows, prepend=0) != 1)
+    own = baseline == "self_inclusive"
+    short_way = own and epsilon > 0 and fields.mask.is_cpu
+    buffers = _buffers(fields.mask)
     for start, stop in _blocks(counts, length):
-        members = rows.kept[order[start:stop]]
-        sizes = counts[group[order[start]] : group[order[stop - 1]] + 1]
-        if own and _plain(fields, (advantages, returns), members, sizes, epsilon, handle_zero_tail, buffers):
-            continue
-        given = (fields, members, group[order[start:stop]], alignment, buffers)
+        members = sorted_rows[start:stop]
+        sizes = counts[sorted_group[start] : sorted_group[stop - 1] + 1]
+        size = int(sizes[0])
+        # Groups of one size whose rows follow each other are the usual case.
+        if short_way and size > 1 and gaps[start] == gaps[stop - 1] and not np.count_nonzero(sizes != size):
+            where = slice(int(members[0]), int(members[-1]) + 1)
+            outputs = (advantages[where], returns[where])
+            if _plain(fields.take(where), outputs, size, epsilon, handle_zero_tail, buffers):
+                continue
+        given = (fields, members, sorted_group[start:stop], alignment, buffers)
         block = _Block(*given)
         if not block.finite():
             block = _Block(*given, select=True)
@@ -180,25 +200,29 @@ class _Buffers:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.known: dict[tuple[str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}  #: all of it, latest view
 
     def get(self, name: str, rows: int, length: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The tensor `name`, uninitialised; it shares memory with earlier ones of that name."""
-        flat = self.flat.get((name, dtype))
+        flat, view = self.known.get((name, dtype), (None, None))
+        if view is not None and view.shape == (rows, length):
+            return view
         if flat is None or flat.numel() < rows * length:
-            flat = self.flat[name, dtype] = torch.empty(rows * length, dtype=dtype, device=self.device)
-        return flat[: rows * length].view(rows, length)
+            flat = torch.empty(rows * length, dtype=dtype, device=self.device)
+        view = flat[: rows * length].view(rows, length)
+        self.known[name, dtype] = flat, view
+        return view
 
 
 _kept = threading.local()
 
 
-def _buffers(device: torch.device) -> _Buffers:
+def _buffers(mask: torch.Tensor) -> _Buffers:
     """The buffers of this thread, kept from call to call on a CPU: its fresh pages cost as much as the arithmetic."""
-    if device.type != "cpu":
-        return _Buffers(device)
+    if not mask.is_cpu:
+        return _Buffers(mask.device)
     if not hasattr(_kept, "buffers"):
-        _kept.buffers = _Buffers(device)
+        _kept.buffers = _Buffers(mask.device)
     return _kept.buffers
 
 
@@ -226,19 +250,19 @@ def _weights(
     return weight
 
 
-def _prefix(alive: torch.Tensor, length: torch.Tensor, scratch: torch.Tensor) -> bool:
+def _prefix(alive: torch.Tensor, length: np.ndarray, scratch: torch.Tensor) -> bool:
     """Whether the model tokens of every row are its first columns.
 
     Args:
         alive: [R, T] float, 0 or 1.
-        length: [R] its row sums, in its dtype.
-        scratch: [R, T] in the same dtype, written.
+        length: [R] its row sums, int64.
+        scratch: [R, T] in the dtype of alive, written.
     """
     columns = alive.shape[1]
     if columns * (columns - 1) // 2 < EXACT_INTEGERS[alive.dtype]:
         # Columns 0 to L-1 have the smallest sum that L columns can have, and the sums are exact.
         moment = torch.mv(alive, torch.arange(columns, dtype=alive.dtype, device=alive.device))
-        return bool((moment == length * (length - 1) / 2).all())
+        return bool((moment.cpu().numpy() == length * (length - 1) // 2).all())
     # The mask never rises from one column to the next.
     return bool(torch.sub(alive[:, 1:], alive[:, :-1], out=scratch[:, 1:]).amax() <= 0)
 
@@ -246,8 +270,7 @@ def _prefix(alive: torch.Tensor, length: torch.Tensor, scratch: torch.Tensor) ->
 def _plain(
     fields: TokenFields,
     outputs: tuple[torch.Tensor, torch.Tensor],
-    members: np.ndarray,
-    sizes: np.ndarray,
+    size: int,
     epsilon: float,
     handle_zero_tail: bool,
     buffers: _Buffers,
@@ -258,50 +281,59 @@ def _plain(
     smaller for 8 samples: a row leaves the sums after its last token by an entry of minus its total there.
 
     Args:
-        members: [R] row numbers, sorted by group.
-        sizes: rows of each group.
+        fields: the rows of the block, sorted by group, on a CPU.
+        outputs: their advantages and returns, written.
+        size: rows of each group, at least 2.
+        epsilon: above 0; rounding makes weights of groups that have none.
 
     Returns:
-        Whether the block is of that kind and its outputs are written.
+        Whether the block is of that kind and its outputs are valid.
     """
-    where = _where(members, fields.mask.device)
-    if epsilon == 0:
-        return False  # rounding would make weights of groups that have none
-    if not isinstance(where, slice) or int(sizes.min()) < max(2, int(sizes.max())):
-        return False
-    fields = fields.take(where)
-    value, togo = (out[where] for out in outputs)
-    alive = togo.copy_(fields.mask)
-    tokens = alive.sum(-1)
-    if not _prefix(alive, tokens, value):
-        return False
-    length = tokens.long()
-    last = fields.rewards.gather(1, (length - 1).clamp(min=0).unsqueeze(-1)).double()
-    rewards = fields.rewards if fields.rewards.dtype == value.dtype else value.copy_(fields.rewards)
-    if not bool((torch.abs(rewards, out=value).sum(-1, keepdim=True) == last.abs()).all()):
-        return False
+    value, togo = outputs
     rows, columns = value.shape
-    number, size = len(sizes), int(sizes[0])
-    weight, scratch = (buffers.get(name, rows, columns) for name in ("energy", "scratch"))
-    _weights(fields, weight, scratch, alive, "multiply")
-    total = weight.sum(-1)
-    short = (length < columns).nonzero().squeeze(-1)
-    weight[short, length[short]] = -total[short]
-    coefficients = torch.ones(number, 2, size, dtype=torch.float64, device=value.device)
-    coefficients[:, 0] = last.view(number, size)
-    sums = buffers.get("sums", 2 * number, columns).view(number, 2, columns)
-    torch.bmm(coefficients, weight.view(number, size, columns), out=sums)
-    torch.cumsum(sums, -1, out=sums)
-    if not bool(torch.isfinite(sums.sum())):
+    number = rows // size
+    alive = copy_mask(togo, fields.mask)
+    length = alive.sum(-1).numpy().astype(np.int64)
+    if not _prefix(alive, length, value):
         return False
-    baseline = sums[:, 0].div_(sums[:, 1].add_(epsilon))
-    sorted_length = length.view(number, size).sort(-1).values
-    reach = sorted_length[:, -2:-1]  # 0 where only one row has tokens
+    rewards = fields.rewards.float() if fields.rewards.dtype == torch.bfloat16 else fields.rewards
+    start = np.arange(0, rows * columns, columns)
+    last = rewards.numpy().reshape(-1)[start + np.maximum(length - 1, 0)]
+    if not has_entries(rewards, np.count_nonzero(last)):
+        return False
+    weight, scratch = (buffers.get(name, rows, columns) for name in ("energy", "scratch"))
+    # With p = 1 and no sum of squares w is -1, cut off at 0: masked tokens have no weight.
+    for target, field in ((weight, fields.old_log_probs), (scratch, fields.sum_pi_squared)):
+        if field.dtype == torch.float32:
+            target.copy_(torch.mul(field, alive, out=value))
+        else:
+            target.copy_(field).mul_(alive)
+    torch.exp2(weight.mul_(LOG2_E), out=weight)
+    torch.add(scratch, weight, alpha=-2.0, out=weight).add_(1.0).clamp_(min=0.0)
+    if fields.rollout_is_weights is not None:
+        scratch.copy_(fields.rollout_is_weights)
+        weight.mul_(scratch).mul_(scratch)
+
+    short = length < columns
+    weight.numpy().reshape(-1)[(start + length)[short]] = -weight.sum(-1).numpy()[short]
+    coefficients = np.ones((number, 2, size))
+    coefficients[:, 0] = last.reshape(number, size)
+    sums = buffers.get("sums", 2 * number, columns).view(number, 2, columns)
+    if 2 * size * columns <= SMALL_PRODUCT:
+        np.matmul(coefficients, weight.numpy().reshape(number, size, columns), out=sums.numpy())
+    else:
+        torch.bmm(torch.from_numpy(coefficients), weight.view(number, size, columns), out=sums)
+    torch.cumsum(sums, -1, out=sums)
+    if not math.isfinite(sums.numpy()[:, :, -1].sum()):  # a sum that NaN or infinity comes into stays so
+        return False
+    rounded, inside = (buffers.get(name, number, columns, torch.float32) for name in ("baseline", "inside"))
+    rounded.copy_(sums[:, 0].div_(sums[:, 1].add_(epsilon)))
+    reach = np.partition(length.reshape(number, size), size - 2)[:, size - 2 : size - 1]  # 0: only one row has tokens
     if not handle_zero_tail:
-        reach = torch.where(reach > 0, columns, 0)
-    baseline.mul_(torch.arange(columns, device=value.device) < reach)
-    column = last.to(value.dtype)
-    rounded = buffers.get("baseline", number, columns, value.dtype).copy_(baseline)
+        reach = np.where(reach > 0, columns, 0)
+    reached = torch.from_numpy(reach.astype(np.float32))
+    rounded.mul_(torch.lt(torch.arange(columns, dtype=torch.float32), reached, out=inside))
+    column = torch.from_numpy(last.astype(np.float32)[:, None])
     torch.sub(column.view(number, size, 1), rounded.unsqueeze(1), out=value.view(number, size, columns))
     value.mul_(alive)
     togo.mul_(column)
@@ -415,7 +447,7 @@ class _Block:
         )
         alive.copy_(fields.mask)
         length = alive.sum(-1)
-        prefix = _prefix(alive, length, scratch)
+        prefix = _prefix(alive, length.cpu().numpy().astype(np.int64), scratch)
         mask, slot = alive, None
         if self.alignment == "model_tokens" and not prefix:
             fields, slot = self._pack(fields, alive, scratch)

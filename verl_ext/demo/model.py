@@ -250,7 +250,7 @@ def conversation(
     return ids, mask
 
 
-def _loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:
+def sequence_loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:
     """Mean negative log-likelihood of the marked tokens."""
     width = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([row + [pad_id] * (width - len(row)) for row, _ in batch])
@@ -300,7 +300,7 @@ def warm_up(
             conversation(task, codec, rng, give_up_share=give_up_share, max_turns=max_turns)
             for task in rng.choices(tasks, k=size)
         ]
-        loss = _loss(model, batch, codec.pad_id)
+        loss = sequence_loss(model, batch, codec.pad_id)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -348,6 +348,36 @@ def warm_up(
     )
 
 
+def make_model(codec: Codec, hidden_size: int, layers: int, heads: int, init_std: float) -> LlamaForCausalLM:
+    """An untrained Llama for a tokenizer, its weights drawn from torch's global generator."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(codec.tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=512,
+            initializer_range=init_std,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=codec.end_id,
+            pad_token_id=codec.pad_id,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def save_model(model: LlamaForCausalLM, codec: Codec, target: Path) -> None:
+    """Write a model folder: weights, tokenizer, and sampling at temperature 1 without truncation."""
+    model.generation_config = GenerationConfig(
+        eos_token_id=codec.end_id, pad_token_id=codec.pad_id, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+    )
+    model.save_pretrained(target)
+    codec.tokenizer.save_pretrained(target)
+
+
 def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) -> dict[str, Any]:
     """Make the demo's task and model in a folder (``data/``, ``model/``).
 
@@ -378,34 +408,13 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
             torch.manual_seed(seed)
             tokenizer = train_tokenizer([entry["question"] for entry in entries[:_VOCABULARY_SAMPLE]])
             codec = Codec(tokenizer)
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=len(tokenizer),
-                    hidden_size=recipe.hidden_size,
-                    intermediate_size=2 * recipe.hidden_size,
-                    num_hidden_layers=recipe.layers,
-                    num_attention_heads=recipe.heads,
-                    num_key_value_heads=recipe.heads,
-                    max_position_embeddings=512,
-                    initializer_range=recipe.init_std,
-                    tie_word_embeddings=True,
-                    bos_token_id=None,
-                    eos_token_id=codec.end_id,
-                    pad_token_id=codec.pad_id,
-                    attn_implementation="sdpa",
-                )
-            )
+            model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
             tell(f"demo: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
             measured = warm_up(model, codec, entries, recipe, seed, tell)
     finally:
         torch.set_num_threads(threads)
 
-    target = folder / "model"
-    model.generation_config = GenerationConfig(
-        eos_token_id=codec.end_id, pad_token_id=codec.pad_id, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
-    )
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    save_model(model, codec, folder / "model")
     longest = max(len(codec.user(entry["question"])) for entry in entries)
     feedback = max(len(codec.feedback(text)) for text in FEEDBACK)
     return {

@@ -61,6 +61,58 @@ class WarmupRecipe:
     eval_every: int = 20
 
 
+def team_recipe() -> WarmupRecipe:
+    """Of the two-agent demo: sums of two digits, which leave the second try something to learn, and two turns."""
+    config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    return WarmupRecipe(config=config, max_turns=2, success_range=(0.2, 0.55))
+
+
+@dataclass(frozen=True)
+class LakeRecipe:
+    """The lake's task, model and supervised warm-up.
+
+    Attributes:
+        map_size, map_p: side of the maps, and how likely a tile is frozen.
+        history_length: K, past steps in the prompt; HGPO's ``history_length`` must be the same.
+        max_steps: steps of a walk.
+        train_size, val_size: maps of the parquet files.
+        hidden_size, layers, heads, init_std: of the transformer, as in :class:`WarmupRecipe`.
+        walks: walks that are shown in the warm-up.
+        random_share: share of random words among those to imitate.
+        batch_size: prompts a step.
+        learning_rate: of AdamW.
+        warm_up_steps: least steps; the learning rate has decayed to a tenth then.
+        max_warm_up_steps: most steps.
+        success_range: measured success in which the warm-up may end.
+        valid_target: least share of valid words at its end.
+        eval_size: walks of a measurement.
+        eval_every: steps between two measurements.
+        random_walks: random walks a validation map, for the random policy's success.
+    """
+
+    map_size: int = 4
+    map_p: float = 0.75
+    history_length: int = 2
+    max_steps: int = 10
+    train_size: int = 512
+    val_size: int = 64
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 2
+    init_std: float = 0.05
+    walks: int = 1000
+    random_share: float = 0.55
+    batch_size: int = 96
+    learning_rate: float = 3e-3
+    warm_up_steps: int = 160
+    max_warm_up_steps: int = 320
+    success_range: tuple[float, float] = (0.1, 0.4)
+    valid_target: float = 0.95
+    eval_size: int = 256
+    eval_every: int = 40
+    random_walks: int = 10
+
+
 @dataclass(frozen=True)
 class SmolLM2Recipe:
     """SmolLM2's task.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`verl-ext demo`: prepare a model and a task, train through verl's own trainer on this machine's CPU, draw the curve.
 
+The task is the one that the recipes are made for (:mod:`verl_ext.demo.tasks`), or the one named.
+
 Nothing here is special to the demo but its defaults: the run is one `python -m verl.trainer.main_ppo +recipe=...`
 command, which is printed and can be typed by hand.
 """
@@ -8,6 +10,7 @@ command, which is printed and can be typed by hand.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -17,86 +20,40 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_ext.demo.curve import Point, draw, read_metrics
-
-DEFAULT_STEPS = 60
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the demo trains with, beside its recipes.
-
-    Attributes:
-        prompts: prompts a step.
-        samples: rollouts a prompt.
-        learning_rate: of AdamW.
-        val_every: steps between two validations.
-        save_every: steps between two checkpoints.
-    """
-
-    prompts: int = 16
-    samples: int = 4
-    learning_rate: float = 3e-4
-    val_every: int = 10
-    save_every: int = 10
-
-
-def overrides(recipes: Sequence[str], assets: Any, out: Path, steps: int, seed: int, settings: Settings) -> list[str]:
-    """The Hydra overrides of the run, in the order in which a person would read them."""
-    return [
-        f"+recipe=[{','.join([*recipes, 'cpu'])}]",
-        f"data.train_files={assets.train_file}",
-        f"data.val_files={assets.val_file}",
-        f"actor_rollout_ref.model.path={assets.model_path}",
-        f"data.train_batch_size={settings.prompts}",
-        f"data.seed={seed}",
-        f"data.max_prompt_length={assets.prompt_length}",
-        f"data.max_response_length={assets.response_length}",
-        f"actor_rollout_ref.rollout.agent.default_agent_loop={assets.agent_loop}",
-        f"actor_rollout_ref.rollout.n={settings.samples}",
-        f"actor_rollout_ref.rollout.seed={seed}",
-        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.prompts}",
-        f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={settings.val_every}",
-        f"trainer.save_freq={settings.save_every}",
-        "trainer.max_actor_ckpt_to_keep=1",
-        "trainer.project_name=verl_ext",
-        f"trainer.experiment_name=demo_{'_'.join(recipes)}",
-        f"trainer.default_local_dir={out / 'checkpoints'}",
-        f"trainer.rollout_data_dir={out / 'rollouts'}",
-        f"verl_ext.rows_dir={out / 'rows'}",
-        f"hydra.run.dir={out / 'hydra'}",
-    ]
+from verl_ext.demo.tasks import DemoError, DemoTask, choose, overrides
 
 
 def main(args: Any) -> int:
     """Run the demo.
 
     Args:
-        args: parsed command line with ``recipe`` (list of names), ``steps`` (int or None), ``seed`` (int), ``out``
-            (Path) and ``overrides`` (list of Hydra overrides, applied last).
+        args: parsed command line with ``recipe`` (list of names), ``task`` (a name, or None for the one that the
+            recipes are made for), ``steps`` (int or None), ``seed`` (int), ``out`` (Path) and ``overrides`` (list of
+            Hydra overrides, applied last).
 
     Returns:
-        Exit code: 0, 130 after Ctrl-C, else that of the trainer.
+        Exit code: 0, 2 for a task that cannot be chosen, 130 after Ctrl-C, else that of the trainer.
     """
     started = time.time()
+    recipes = [name for name in args.recipe if name != "cpu"]
+    try:
+        task = choose(recipes, getattr(args, "task", None))
+    except DemoError as error:
+        print(f"verl-ext demo: {error}", file=sys.stderr)
+        return 2
     out = Path(args.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    steps = args.steps or DEFAULT_STEPS
-    recipes = [name for name in args.recipe if name != "cpu"]
+    steps = task.settings.steps if args.steps is None else args.steps
+    print(f"task {task.name}: {task.summary}", flush=True)
 
-    from verl_ext.demo import prepare_demo
-
-    assets = prepare_demo(seed=args.seed)
+    assets = task.prepare(seed=args.seed)
+    chance = task.chance(assets)
     prepared = time.time()
-    words = [*overrides(recipes, assets, out, steps, args.seed, Settings()), *args.overrides]
+    words = [*overrides(task, recipes, assets, out, steps, args.seed), *args.overrides]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     metrics_path = out / "metrics.jsonl"
     environment = {"VERL_FILE_LOGGER_PATH": str(metrics_path)}
@@ -112,15 +69,34 @@ def main(args: Any) -> int:
         return code
 
     points = read_metrics(metrics_path)
-    summary = summarize(points, recipes, args.seed, steps)
+    summary = summarize(points, recipes, args.seed, steps, task, chance)
     summary["seconds"] = {"prepare": round(prepared - started, 1), "train": round(time.time() - prepared, 1)}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    draw(points, out / "reward.png", title=f"{' + '.join(recipes)} on the {assets.task} task, seed {args.seed}")
+    draw(
+        points,
+        out / "reward.png",
+        title=f"{' + '.join(recipes)} on the {task.name} task, seed {args.seed}",
+        references=references(summary),
+        agents=task.agents,
+    )
+    print(f"the rollouts: verl-ext rollouts {shlex.quote(str(out))} --html {shlex.quote(str(out / 'rollouts.html'))}")
+    for name, one in summary["agents"].items():
+        print(
+            f"{name}: score of its rows {one['score_before']:.3f} before, {one['score_after']:.3f} after; "
+            f"{one['energy_share_before']:.0%} of the gradient's energy before, {one['energy_share_after']:.0%} after"
+        )
     print(
         f"reward a trajectory: {summary['reward_before']:.3f} before, {summary['reward_after']:.3f} after {steps} "
-        f"steps (validation: {summary['val_before']:.3f} -> {summary['val_after']:.3f}); see {out / 'reward.png'}"
+        f"steps (validation: {summary['val_before']:.3f} -> {summary['val_after']:.3f}; a random policy: "
+        f"{chance:.3f}); see {out / 'reward.png'}"
     )
     return 0
+
+
+def references(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Lines that every plot has: the random policy's reward, and the warm-started model's where it was validated."""
+    lines = {"random policy": summary["reward_random"], "warm start": summary["val_before"]}
+    return {name: height for name, height in lines.items() if math.isfinite(height)}
 
 
 def _short(command: Sequence[str]) -> str:
@@ -226,24 +202,50 @@ class Progress:
             print(f"{waited:5.0f} s  {text}", flush=True)
 
 
-def summarize(points: Sequence[Point], recipes: Sequence[str], seed: int, steps: int) -> dict[str, Any]:
-    """Reward before and after: means over the first and the last five steps, and the first and last validation."""
-    train = [point.train_reward for point in points if point.train_reward is not None]
+def summarize(
+    points: Sequence[Point], recipes: Sequence[str], seed: int, steps: int, task: DemoTask, chance: float
+) -> dict[str, Any]:
+    """Reward before and after: means over the first and the last five steps, and the first and last validation.
+
+    Args:
+        points: of the run.
+        recipes, seed, steps: of the run, written as they are.
+        task: its name and agents.
+        chance: mean reward of a random policy.
+    """
+    done = [point for point in points if point.train_reward is not None]
+    train = [point.train_reward for point in done if point.train_reward is not None]
     val = [point.val_reward for point in points if point.val_reward is not None]
     width = max(1, min(5, len(train) // 2))
+    agents = {}
+    for name in task.agents:
+        first, last = ([p.agents[name] for p in part if name in p.agents] for part in (done[:width], done[-width:]))
+        agents[name] = {
+            "score_before": _mean([one.score for one in first]),
+            "score_after": _mean([one.score for one in last]),
+            "energy_share_before": _mean([one.energy_share for one in first]),
+            "energy_share_after": _mean([one.energy_share for one in last]),
+        }
     return {
+        "task": task.name,
         "recipes": list(recipes),
         "seed": seed,
         "steps": steps,
-        "reward_before": statistics.fmean(train[:width]) if train else float("nan"),
-        "reward_after": statistics.fmean(train[-width:]) if train else float("nan"),
+        "reward_random": chance,
+        "reward_before": _mean(train[:width]),
+        "reward_after": _mean(train[-width:]),
         "val_before": val[0] if val else float("nan"),
         "val_after": val[-1] if val else float("nan"),
+        "agents": agents,
         "step_seconds_median": _median([point.step_seconds for point in points]),
         "rollout_vs_trainer_prob_diff_max": max(
             (point.prob_diff for point in points if point.prob_diff is not None), default=None
         ),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which recipe gets which task, the overrides of each, references and plots, and the comparison's bookkeeping."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl  # noqa: F401  # its plugins let Hydra find the recipes
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from verl_ext import cli
+from verl_ext.demo import compare, run, tasks
+from verl_ext.demo.assets import DemoAssets
+from verl_ext.demo.curve import draw, read_metrics
+from verl_ext.demo.data import write_parquet
+from verl_ext.demo.recipes import LakeRecipe
+
+
+def assets_of(folder: Path, **changes: Any) -> DemoAssets:
+    known: dict[str, Any] = {
+        "folder": str(folder),
+        "model_path": str(folder / "model"),
+        "train_file": str(folder / "train.parquet"),
+        "val_file": str(folder / "val.parquet"),
+        "agent_loop": "verl_ext_multi_turn",
+        "task": "chain_sum",
+        "prompt_length": 64,
+        "response_length": 8,
+    }
+    return DemoAssets(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("recipes", "name", "task"),
+    [
+        (["trloo"], None, "chain_sum"),
+        (["kpo", "otb"], None, "chain_sum"),
+        (["hgpo"], None, "lake"),
+        (["gigpo", "kpo"], None, "lake"),
+        (["hgpo", "gigpo"], None, "lake"),
+        (["dr_mas", "kpo"], None, "second_try"),
+        (["grpo"], "lake", "lake"),
+        (["grpo"], "second_try", "second_try"),
+        (["dr_mas", "hgpo"], "lake", "lake"),
+        (["hgpo"], "chain_sum", "chain_sum"),
+    ],
+)
+def test_the_recipe_says_which_task(recipes: list[str], name: str | None, task: str) -> None:
+    assert tasks.choose(recipes, name).name == task
+
+
+def test_recipes_of_two_tasks_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(tasks.DemoError, match="dr_mas is shown on second_try, hgpo is shown on lake; .* --task"):
+        tasks.choose(["dr_mas", "hgpo"])
+    with pytest.raises(tasks.DemoError, match="no demo task is called 'sea'; --task takes chain_sum, lake"):
+        tasks.choose(["hgpo"], "sea")
+    out = tmp_path / "run"
+    assert cli.main(["demo", "--recipe", "dr_mas,hgpo", "--out", str(out)]) == 2
+    assert "--task" in capsys.readouterr().err and not out.exists()
+
+
+def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in tasks.TASKS)
+
+
+@pytest.fixture
+def hydra_of_verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    GlobalHydra.instance().clear()
+    with initialize_config_module(config_module="verl.trainer.config", version_base=None):
+        yield
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.usefixtures("hydra_of_verl")
+@pytest.mark.parametrize(
+    ("task", "recipes", "loop"),
+    [
+        ("chain_sum", ["trloo"], "verl_ext_multi_turn"),
+        ("lake", ["hgpo"], "verl_ext_step_wise"),
+        ("lake", ["gigpo", "kpo"], "verl_ext_step_wise"),
+        ("lake", ["grpo", "step_wise"], "verl_ext_step_wise"),
+        ("second_try", ["dr_mas", "kpo"], "verl_ext_orchestra"),
+        ("second_try", ["grpo"], "verl_ext_orchestra"),
+    ],
+)
+def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], loop: str, tmp_path: Path) -> None:
+    from verl_ext.integration import checks, updates
+    from verl_ext.rollout.environments.options import read_options
+    from verl_ext.rollout.orchestra import settings
+
+    one = tasks.TASKS[task]
+    words = tasks.overrides(one, recipes, assets_of(tmp_path, agent_loop=loop), tmp_path, 7, 5)
+    config = compose("ppo_trainer", overrides=[word for word in words if not word.startswith("hydra.")])
+    checks.check(config)  # of environment and team as well
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
+    assert config.trainer.total_training_steps == 7 and config.data.seed == 5
+    assert config.trainer.device == "cpu"
+    if task == "chain_sum":
+        assert updates.updates_per_batch(config) is None
+        return
+    assert updates.updates_per_batch(config) == 2
+    if task == "lake":
+        options = read_options(config)
+        assert options.history_length == LakeRecipe().history_length
+        assert options.max_steps == LakeRecipe().max_steps and options.action_tag is None
+    else:
+        lineup = settings.check(config)
+        assert lineup is not None and tuple(agent.name for agent in lineup.agents) == one.agents
+
+
+def test_companions_are_named_once_and_the_cpu_last() -> None:
+    assert tasks.recipe_list(tasks.LAKE, ["hgpo", "cpu"]) == ["hgpo", "step_wise", "cpu"]
+    assert tasks.recipe_list(tasks.LAKE, ["step_wise", "grpo"]) == ["step_wise", "grpo", "cpu"]
+    assert tasks.recipe_list(tasks.SECOND_TRY, ["dr_mas", "kpo"]) == ["dr_mas", "kpo", "cpu"]
+
+
+def test_guessing_is_as_good_as_the_answers_are_few(tmp_path: Path) -> None:
+    rows = [{"reward_model": {"style": "rule", "ground_truth": str(i % 4)}} for i in range(64)]
+    for split in ("train", "val"):
+        write_parquet(rows, tmp_path / f"{split}.parquet")
+    assets = assets_of(tmp_path)
+    assert tasks.guessing(assets, turns=1) == pytest.approx(1 / 4, abs=0.03)
+    assert tasks.guessing(assets, turns=3) == pytest.approx(1 - (3 / 4) ** 3, abs=0.03)
+    assert tasks.SECOND_TRY.chance(assets) == pytest.approx(1 / 4 + 3 / 16 * 0.1, abs=0.03)
+
+
+def metrics(path: Path, reward: float, steps: int = 6) -> None:
+    """A run's metrics as verl writes them: the solver's energy is nine times the reviser's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = [{"step": 0, "data": {"val-core/x/reward/mean@1": 0.25}}]
+    for step in range(1, steps + 1):
+        data = {
+            "trajectory/reward/mean": reward * step / steps,
+            "actor/grad_norm": 2.0 if step != 3 else 10.0,
+            "timing_s/step": 1.0,
+            "agent/solver/gradient_energy_share": 0.9,
+            "agent/solver/score/mean": 0.5,
+            "agent/reviser/gradient_energy_share": 0.1,
+            "agent/reviser/score/mean": 0.05 if step > 1 else 0.0,
+        }
+        lines.append({"step": step, "data": data})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_points_know_the_agents(tmp_path: Path) -> None:
+    metrics(tmp_path / "metrics.jsonl", 0.8)
+    points = read_metrics(tmp_path / "metrics.jsonl")
+    assert points[0].agents == {} and points[0].agent_norm("solver") is None
+    assert points[1].agent_norm("solver") == pytest.approx(2.0 * math.sqrt(0.9))
+    assert points[1].agent_norm("nobody") is None
+    norms = [points[2].agent_norm(name) or 0.0 for name in ("solver", "reviser")]
+    assert math.hypot(*norms) == pytest.approx(2.0)
+
+
+def test_summary_and_lines_of_the_plot(tmp_path: Path) -> None:
+    metrics(tmp_path / "metrics.jsonl", 0.6)
+    points = read_metrics(tmp_path / "metrics.jsonl")
+    summary = run.summarize(points, ["dr_mas"], 1, 6, tasks.SECOND_TRY, 0.07)
+    assert summary["reward_before"] == pytest.approx(0.2) and summary["reward_after"] == pytest.approx(0.5)
+    assert summary["agents"]["reviser"]["score_before"] == pytest.approx(0.1 / 3)
+    assert summary["agents"]["solver"]["energy_share_after"] == pytest.approx(0.9)
+    assert run.references(summary) == {"random policy": 0.07, "warm start": 0.25}
+    assert run.references({**summary, "val_before": math.nan}) == {"random policy": 0.07}
+    assert run.summarize(points, ["trloo"], 1, 6, tasks.CHAIN_SUM, 0.0)["agents"] == {}
+
+
+def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    metrics(tmp_path / "metrics.jsonl", 0.6)
+    points = read_metrics(tmp_path / "metrics.jsonl")
+    draw(points, tmp_path / "one.png", "one", references={"random policy": 0.07})
+    draw(points, tmp_path / "team.png", "team", references={"random policy": 0.07}, agents=("solver", "reviser"))
+    draw([], tmp_path / "none.png", "none", agents=("solver",))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
+    one, team, none = figures
+    assert len(one.axes) == 1 and len(team.axes) == 3 and len(none.axes) == 3
+    (line,) = [line for line in one.axes[0].lines if line.get_label() == "random policy (0.070)"]
+    assert list(line.get_ydata()) == [0.07, 0.07]
+    labels = [text.get_text() for text in team.axes[2].get_legend().get_texts()]
+    assert labels == ["all rows", "solver", "reviser"]
+    assert list(team.axes[2].lines[0].get_ydata()) == [2.0, 2.0, 10.0, 2.0, 2.0, 2.0]
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_bands_over_seeds() -> None:
+    found = compare.band([{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0, 3: 4.0}], width=1)
+    assert found == compare.Band([1, 2, 3], [0.5, 1.0, 4.0], [0.0, 1.0, 4.0], [1.0, 1.0, 4.0])
+    assert compare.band([{1: 0.0, 2: 1.0}], width=2).mean == [0.0, 0.5]
+    assert compare.spike({1: 2.0, 2: 2.0, 3: 10.0}) == 5.0 and math.isnan(compare.spike({}))
+
+
+def test_a_comparison_runs_what_is_missing_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer is replaced by one that writes a known curve: what is tested is the book-keeping."""
+    made: list[tuple[str, int]] = []
+    level = {"dr_mas": 0.9, "grpo": 0.6}
+
+    def trained(args: argparse.Namespace) -> int:
+        name = "+".join(args.recipe)
+        made.append((name, args.seed))
+        if (name, args.seed) == ("grpo", 1) and len(made) < 4:
+            return 130  # Ctrl-C
+        metrics(args.out / "metrics.jsonl", level[name] + 0.01 * args.seed, args.steps)
+        points = read_metrics(args.out / "metrics.jsonl")
+        summary = run.summarize(points, args.recipe, args.seed, args.steps, tasks.TASKS[args.task], 0.05)
+        (args.out / "summary.json").write_text(json.dumps(summary))
+        return 0
+
+    monkeypatch.setattr(run, "main", trained)
+    words = ["--task", "second_try", "--recipes", "dr_mas", "grpo", "--steps", "6", "--out", str(tmp_path)]
+    assert compare.main([*words, "--seeds", "0"]) == 0
+    assert made == [("dr_mas", 0), ("grpo", 0)]
+    made[:] = []
+    assert compare.main([*words, "--seeds", "0", "1"]) == 130
+    assert made == [("dr_mas", 1), ("grpo", 1)]
+    numbers = json.loads((tmp_path / "comparison.json").read_text())["recipes"]
+    assert numbers["dr_mas"]["seeds"] == [0, 1] and numbers["grpo"]["seeds"] == [0]  # what is there is drawn
+    made[:] = [("", 0)] * 4
+    assert compare.main([*words, "--seeds", "0", "1"]) == 0
+    assert made[4:] == [("grpo", 1)]
+    numbers = json.loads((tmp_path / "comparison.json").read_text())["recipes"]
+    assert numbers["grpo"]["reward_after"] == pytest.approx([0.5, 0.61 * 5 / 6])
+    assert numbers["grpo"]["agents"]["reviser"]["norm_spike"] == pytest.approx([5.0, 5.0])
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert compare.main([*words, "--seeds", "0", "1", "--steps", "9", "--draw"]) == 1  # no run is that long
+    assert "no complete run of 9 steps" in capsys.readouterr().err
+
+
+def test_a_comparison_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--task", "lake", "--recipes", "hgop"], "hgop"),
+        (["--task", "sea", "--recipes", "hgpo"], "sea"),
+        (["--task", "lake", "--recipes", "hgpo", "--steps", "0"], "--steps"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.main(words)
+        assert said in capsys.readouterr().err

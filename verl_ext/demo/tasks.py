@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's tasks, and which recipe shows itself on which of them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext.demo.assets import DemoAssets, prepare_demo, prepare_lake, prepare_team
+from verl_ext.demo.recipes import LakeRecipe, WarmupRecipe
+
+#: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
+TURNS = WarmupRecipe().max_turns
+
+
+class DemoError(ValueError):
+    """A task that is not there, or recipes that do not say which one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a task is trained with, beside the recipes.
+
+    Attributes:
+        steps: training steps, unless the caller says otherwise.
+        prompts: prompts a step.
+        samples: rollouts a prompt.
+        learning_rate: of AdamW.
+        val_every: steps between two validations.
+        save_every: steps between two checkpoints.
+    """
+
+    steps: int = 60
+    prompts: int = 16
+    samples: int = 4
+    learning_rate: float = 3e-4
+    val_every: int = 10
+    save_every: int = 10
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """A task of `verl-ext demo`.
+
+    Attributes:
+        name: what ``--task`` says.
+        summary: one line.
+        prepare: makes model and data for a seed, or finds them in the cache.
+        chance: mean reward a trajectory of a policy that acts at random, without a model.
+        settings: of the training.
+        recipes: recipes that take this task if none is named.
+        companions: recipes that the task needs beside those of the user.
+        overrides: further Hydra overrides.
+        agents: names of the agents of a team, in order.
+    """
+
+    name: str
+    summary: str
+    prepare: Callable[..., DemoAssets]
+    chance: Callable[[DemoAssets], float]
+    settings: Settings = Settings()
+    recipes: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    agents: tuple[str, ...] = ()
+
+
+def guessing(assets: DemoAssets, *, turns: int = TURNS, worth: Callable[[int], float] = lambda turn: 1.0) -> float:
+    """Mean reward of guessing: each turn says an answer to some other question of the task, until one is right.
+
+    Args:
+        assets: of a reasoning-gym task whose answers are compared as texts.
+        turns: guesses a question.
+        worth: reward of a right answer in a turn, from 0.
+    """
+    import pyarrow.parquet as pq
+
+    train, val = (
+        [row["ground_truth"] for row in pq.read_table(file, columns=["reward_model"]).column(0).to_pylist()]
+        for file in (assets.train_file, assets.val_file)
+    )
+    rng = random.Random(0)
+    total, plays = 0.0, 50
+    for truth in val * plays:
+        for turn in range(turns):
+            if rng.choice(train) == truth:
+                total += worth(turn)
+                break
+    return total / (plays * len(val))
+
+
+CHAIN_SUM = DemoTask(
+    name="chain_sum",
+    summary="sums of two or three digits, three tries with feedback",
+    prepare=prepare_demo,
+    chance=guessing,
+)
+LAKE = DemoTask(
+    name="lake",
+    summary="FrozenLake of which only the neighbouring tiles are seen, one row a step",
+    prepare=prepare_lake,
+    chance=lambda assets: float(assets.measured["random"]),
+    settings=Settings(steps=40, prompts=8, samples=8),
+    recipes=("hgpo", "gigpo", "step_wise"),
+    companions=("step_wise",),
+    overrides=(
+        "verl_ext.environment.template=compact",
+        "verl_ext.environment.action_tag=null",
+        f"verl_ext.environment.max_steps={LakeRecipe().max_steps}",
+        "verl_ext.updates_per_batch=2",
+    ),
+)
+SECOND_TRY = DemoTask(
+    name="second_try",
+    summary="sums of two digits by two agents: a solver, and a reviser whose success is worth a tenth",
+    prepare=prepare_team,
+    chance=lambda assets: guessing(assets, turns=2, worth=lambda turn: 1.0 if turn == 0 else 0.1),
+    settings=Settings(steps=40, prompts=8, samples=8),
+    recipes=("dr_mas",),
+    overrides=(
+        "+verl_ext.orchestra.name=second_try",
+        "+verl_ext.orchestra.modules=[verl_ext.demo.team]",
+        "verl_ext.updates_per_batch=2",
+    ),
+    agents=("solver", "reviser"),
+)
+TASKS = {task.name: task for task in (CHAIN_SUM, LAKE, SECOND_TRY)}
+
+
+def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
+    """The task of a run.
+
+    Args:
+        recipes: names of the recipes.
+        name: of the task; None: the one that the recipes are made for, else chain_sum.
+
+    Raises:
+        DemoError: no such task, or recipes made for different tasks.
+    """
+    if name is not None:
+        if name not in TASKS:
+            raise DemoError(f"no demo task is called {name!r}; --task takes {', '.join(TASKS)}")
+        return TASKS[name]
+    own = {recipe: task for recipe in recipes for task in TASKS.values() if recipe in task.recipes}
+    if len({task.name for task in own.values()}) > 1:
+        said = ", ".join(f"{recipe} is shown on {task.name}" for recipe, task in own.items())
+        raise DemoError(f"{said}; say which one with --task")
+    return next(iter(own.values()), CHAIN_SUM)
+
+
+def recipe_list(task: DemoTask, recipes: Sequence[str]) -> list[str]:
+    """The value of ``+recipe=``: the user's, the task's companions, and the CPU's at the end."""
+    names = [name for name in recipes if name != "cpu"]
+    return [*names, *[name for name in task.companions if name not in names], "cpu"]
+
+
+def overrides(task: DemoTask, recipes: Sequence[str], assets: DemoAssets, out: Any, steps: int, seed: int) -> list[str]:
+    """The Hydra overrides of a run, in the order in which a person would read them.
+
+    Args:
+        task: what is trained on.
+        recipes: the user's, without the task's companions.
+        assets: of the task.
+        out: folder of the run.
+        steps: training steps.
+        seed: of the order of the data and of the sampling.
+    """
+    settings = task.settings
+    return [
+        f"+recipe=[{','.join(recipe_list(task, recipes))}]",
+        f"data.train_files={assets.train_file}",
+        f"data.val_files={assets.val_file}",
+        f"actor_rollout_ref.model.path={assets.model_path}",
+        f"data.train_batch_size={settings.prompts}",
+        f"data.seed={seed}",
+        f"data.max_prompt_length={assets.prompt_length}",
+        f"data.max_response_length={assets.response_length}",
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={assets.agent_loop}",
+        f"actor_rollout_ref.rollout.n={settings.samples}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.prompts}",
+        f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
+        *task.overrides,
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={settings.val_every}",
+        f"trainer.save_freq={settings.save_every}",
+        "trainer.max_actor_ckpt_to_keep=1",
+        "trainer.project_name=verl_ext",
+        f"trainer.experiment_name=demo_{'_'.join(name for name in recipes if name != 'cpu')}",
+        f"trainer.default_local_dir={out / 'checkpoints'}",
+        f"verl_ext.rollouts_dir={out / 'rollouts'}",
+        f"verl_ext.rows_dir={out / 'rows'}",
+        f"hydra.run.dir={out / 'hydra'}",
+    ]

@@ -107,6 +107,8 @@ def test_wheel_carries_the_recipes(built: dict[str, Path], source: str, tmp_path
 def test_wheels_from_sdist_and_checkout_have_the_same_files(built: dict[str, Path]) -> None:
     names = [set(zipfile.ZipFile(built[source]).namelist()) for source in ("from_sdist", "direct")]
     assert names[0] == names[1]
+    templates = {path.name for path in (REPOSITORY / "verl_ext" / "rollout" / "prompts").glob("*.txt")}
+    assert {f"verl_ext/rollout/prompts/{name}" for name in templates} <= names[0] and "default.txt" in templates
     tops = {name.split("/")[0] for name in names[0]}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"verl_ext"}
 

@@ -5,7 +5,7 @@
 
 Runs the demo's model and task through verl's trainer with GRPO and token-level importance weights, while the embedded
 engine adds normal noise to every logit before it samples. Cells: no pruning, `+recipe=dvp`, and no pruning without
-noise. A run that is complete is not run again, one that was killed resumes. Writes training.png and training.json.
+noise. A run that is complete is not run again, one that was killed resumes. Writes training_noiseSTD.png and .json.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--noise", type=float, default=1.0, help="standard deviation on each logit")
     parser.add_argument("--rho", type=float, default=0.02)
-    parser.add_argument("--out", type=Path, default=here, help="folder of training.json and training.png")
+    parser.add_argument("--out", type=Path, default=here, help="folder of the plot and the numbers")
     parser.add_argument("--runs", type=Path, default=Path("runs/mismatch"), help="folder of the runs")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -127,13 +127,14 @@ def main() -> int:
         found[name] = summary(runs, args.steps)
         for key, row in found[name].items():
             print(f"  {key}: last {row['last']:.4g} +- {row['spread']:.2g}, largest {row['largest']:.4g}", flush=True)
-    plot(found, args.out / "training.png")
+    target = args.out / f"training_noise{args.noise:g}.png"
+    plot(found, target)
     for rows in found.values():
         for row in rows.values():
             del row["curves"]
     report = {"steps": args.steps, "seeds": args.seeds, "noise": args.noise, "rho": args.rho, "cells": found}
-    (args.out / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(args.out / "training.png")
+    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(target)
     return 0
 
 

@@ -225,10 +225,7 @@ def server() -> Iterator[Server]:
 def ask(url: str, queries: list[str], top_k: int = 2, **keys: Any) -> list[Retrieval]:
     async def run() -> list[Retrieval]:
         retriever = HttpRetriever(HttpOptions(url, **{"backoff_s": 0.01, "timeout_s": 5.0, **keys}))
-        try:
-            return await retriever.search(queries, top_k)
-        finally:
-            await retriever.close()
+        return await retriever.search(queries, top_k)
 
     return asyncio.run(run())
 
@@ -279,10 +276,7 @@ def test_http_limits_what_is_under_way(server: Server) -> None:
 
     async def run() -> list[list[Retrieval]]:
         retriever = HttpRetriever(HttpOptions(server.url, max_concurrent=3))
-        try:
-            return await asyncio.gather(*(retriever.search([str(i)], 1) for i in range(12)))
-        finally:
-            await retriever.close()
+        return await asyncio.gather(*(retriever.search([str(i)], 1) for i in range(12)))
 
     found = asyncio.run(run())
     assert all(not one[0].failure for one in found) and 1 < server.most <= 3
@@ -292,9 +286,7 @@ def test_http_in_one_event_loop_after_another(server: Server) -> None:
     retriever = HttpRetriever(HttpOptions(server.url))
 
     async def once() -> list[Retrieval]:
-        found = await retriever.search(["a"], 1)
-        await retriever.close()
-        return found
+        return await retriever.search(["a"], 1)
 
     assert asyncio.run(once()) == asyncio.run(once())
 

@@ -358,8 +358,8 @@ class HttpRetriever:
 
     def __init__(self, options: HttpOptions) -> None:
         self.options = options
-        # A session and a semaphore belong to one event loop.
-        self._of_loop: tuple[Any, Any, asyncio.Semaphore] | None = None
+        # A semaphore belongs to one event loop.
+        self._of_loop: tuple[Any, asyncio.Semaphore] | None = None
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[Retrieval]:
         """See `Retriever`."""
@@ -382,9 +382,10 @@ class HttpRetriever:
     async def _once(self, queries: list[str], top_k: int) -> list[Retrieval]:
         import aiohttp
 
-        session, semaphore = self._session()
         payload = {"queries": queries, "topk": top_k, "return_scores": True}
-        async with semaphore:
+        # A connection for each call: none is left open when an event loop or the process ends.
+        timeout = aiohttp.ClientTimeout(total=self.options.timeout_s)
+        async with self._semaphore(), aiohttp.ClientSession(timeout=timeout) as session:
             try:
                 async with session.post(self.options.url, json=payload) as answer:
                     if answer.status == 429 or answer.status >= 500:
@@ -396,20 +397,11 @@ class HttpRetriever:
                 raise _TryAgain(f"{self.options.url}: {type(error).__name__}: {error}") from error
         return _results(body, len(queries), top_k)
 
-    def _session(self) -> tuple[Any, asyncio.Semaphore]:
-        import aiohttp
-
+    def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
-        if self._of_loop is None or self._of_loop[0] is not loop or self._of_loop[1].closed:
-            session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.options.timeout_s))
-            self._of_loop = loop, session, asyncio.Semaphore(self.options.max_concurrent)
-        return self._of_loop[1], self._of_loop[2]
-
-    async def close(self) -> None:
-        """Close the connections. A later search opens new ones."""
-        if self._of_loop is not None:
-            await self._of_loop[1].close()
-            self._of_loop = None
+        if self._of_loop is None or self._of_loop[0] is not loop:
+            self._of_loop = loop, asyncio.Semaphore(self.options.max_concurrent)
+        return self._of_loop[1]
 
 
 def _results(body: Any, queries: int, top_k: int) -> list[Retrieval]:

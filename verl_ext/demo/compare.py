@@ -174,7 +174,7 @@ def draw_comparison(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask, 
         if one.lines:
             one.legend(loc="best", frameon=False, fontsize="small")
     counts = " or ".join(map(str, sorted({len(seeds) for seeds in runs.values()})))
-    figure.suptitle(f"{task.name}: {task.summary} (number of seeds: {counts}; mean, lowest to highest)")
+    figure.suptitle(f"{task.name}, number of seeds: {counts} (mean, lowest to highest)", fontsize=11)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

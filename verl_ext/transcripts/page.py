@@ -8,13 +8,11 @@ the script puts it on the page as text nodes, never as markup.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_ext.html_page import embedded, policy
 from verl_ext.transcripts.read import OUTCOMES, new_part
 
 STYLE = """
@@ -263,28 +261,13 @@ def render(records: Sequence[Mapping[str, Any]], title: str) -> str:
         title: of the page.
     """
     return PAGE.format(
-        policy=html.escape(
-            f"default-src 'none'; style-src '{_hash(STYLE)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'; "
-            "form-action 'none'"
-        ),
+        policy=policy(STYLE, SCRIPT),
         title=html.escape(title),
         style=STYLE,
         outcomes="".join(f'<option value="{name}">{name}</option>' for name in OUTCOMES),
-        data=_embedded([_condensed(record) for record in records]),
+        data=embedded([_condensed(record) for record in records]),
         script=SCRIPT,
     )
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: no character in it can end or open anything."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _condensed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of ``verl-ext report`` in a real headless browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from verl_ext import cli
+from verl_ext.report import compare
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import browser as headless  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;\u2028"
+STEPS, SEEDS = 20, 3
+Steps = dict[int, dict[str, float | None]]
+
+
+def write(path: Path, steps: Steps) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
+
+
+def history(offset: float, seed: int, last: int) -> Steps:
+    steps: Steps = {0: {"val-core/task/reward/mean@1": offset}}
+    for step in range(1, last + 1):
+        steps[step] = {
+            "critic/score/mean": offset + step / 10 + seed * 0.3,
+            "actor/grad_norm": 10.0 ** ((step + seed) % 5 - 2),
+            "actor/entropy": 1.0 - step * 0.1,  # below 0 in the end
+            "perf/total_num_tokens": 1000.0 + 100 * seed,
+            "timing_s/step": 30.0,
+            HOSTILE: float(step),
+        }
+        if step % 5 == 0:
+            steps[step]["val-core/task/reward/mean@1"] = offset + step / 20
+    return steps
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two groups of three seeds, and a run alone: shorter, without tokens, with values that are not finite."""
+    folder = tmp_path_factory.mktemp("runs")
+    for cell, offset in (("alpha", 0.0), ("<b>beta", 1.0)):
+        for seed in range(SEEDS):
+            write(folder / cell / f"seed_{seed}" / "metrics.jsonl", history(offset, seed, STEPS - 8 * (seed == 2)))
+    alone = history(0.5, 0, 10)
+    for step, data in alone.items():
+        data.pop("perf/total_num_tokens", None)
+        if step in (4, 5):
+            data["critic/score/mean"] = None
+        if step == 7:
+            data["actor/grad_norm"] = None
+        data["only/here"] = 1.0
+    write(folder / "single" / "metrics.jsonl", alone)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[headless.Browser]:
+    with headless.running(Path(__file__).resolve().parents[2] / "build" / "browser") as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser: headless.Browser, runs: Path, tmp_path: Path) -> headless.Page:
+    target = tmp_path / "report.html"
+    assert cli.main(["report", str(runs), "--out", str(target), "--title", f"Of {HOSTILE}"]) == 0
+    page = browser.open(target.as_uri(), width=1300, height=2400)
+    settle(page)
+    return page
+
+
+def settle(page: headless.Page) -> None:
+    """Wait for the next drawing."""
+    page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
+
+
+def panel(page: headless.Page, title: str, script: str) -> Any:
+    """A value of an expression of `node`, the panel with this title."""
+    return page.run(
+        "(() => { const node = [...document.querySelectorAll('.panel')].find("
+        f"node => node.querySelector('strong').textContent === {json.dumps(title)}); return {script}; }})()"
+    )
+
+
+def colours(page: headless.Page, title: str, what: str = "path.line") -> list[str]:
+    return panel(page, title, f"[...node.querySelectorAll('{what}')].map(path => path.getAttribute('stroke'))")
+
+
+def note(page: headless.Page, title: str) -> str:
+    return panel(page, title, "node.querySelector('.note').textContent")
+
+
+def slide(page: headless.Page, position: int) -> None:
+    page.run(
+        f"(() => {{ const node = document.getElementById('smooth'); node.value = {position};"
+        " node.dispatchEvent(new Event('input')); })()"
+    )
+    settle(page)
+
+
+def test_panels_show_groups_and_say_what_is_missing(opened: headless.Page) -> None:
+    blue, orange, green = compare.COLOURS[:3]
+    assert opened.texts("h2") == ["Reward", "Update"]
+    assert opened.texts(".panel strong") == [
+        "Training reward",
+        "Validation: task, reward mean@1",
+        "Gradient norm",
+        "Entropy",
+    ]
+    assert opened.texts("#legend button") == ["<b>beta (3 runs)", "alpha (3 runs)", "single"]
+    # A group is solid while all its seeds go on and dotted after; the single run has a gap at 4 and 5.
+    dashes = panel(
+        opened,
+        "Training reward",
+        "[...node.querySelectorAll('path.line')].map(path => [path.getAttribute('stroke'),"
+        " path.getAttribute('stroke-dasharray'), path.getAttribute('d').split('L').length])",
+    )
+    assert dashes == [
+        [blue, "", 12],
+        [blue, "1.5 2.5", 9],
+        [orange, "", 12],
+        [orange, "1.5 2.5", 9],
+        [green, "", 3],
+        [green, "", 5],
+    ]
+    assert colours(opened, "Training reward", "path.bad") == [green, green]
+    assert note(opened, "Training reward") == "2 not finite (\u00d7)"
+    # Validation is drawn as points: at 0, 5, 10, 15, 20 for the groups, and at 0, 5, 10 for the single run.
+    assert panel(opened, "Validation: task, reward mean@1", "node.querySelectorAll('circle').length") == 13
+    assert panel(opened, "Gradient norm", "node.querySelectorAll('path.band').length") == 2
+    assert opened.complaints() == []
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+@pytest.mark.parametrize("window", [1, 5])
+def test_the_page_computes_what_the_pictures_show(opened: headless.Page, runs: Path, axis: str, window: int) -> None:
+    loaded = compare.load([runs])
+    chosen = {one.name: one for one in compare.axes(loaded)}[axis]
+    opened.choose("#x", axis)
+    for metric in ("critic/score/mean", "actor/grad_norm", "val-core/task/reward/mean@1"):
+        drawn = opened.run(f"lines(data.metrics.indexOf({json.dumps(metric)}), {window})")
+        expected = {}
+        for group in compare.group_names(loaded):
+            line = compare.group_line([run for run in loaded if run.group == group], metric, chosen, window)
+            if line:
+                expected[group] = line
+        assert [line["name"] for line in drawn] == list(expected)
+        assert ("single" in expected) == (axis != "tokens")
+        for line in drawn:
+            points = [point for point in line["points"] if point["v"] is not None and math.isfinite(point["v"])]
+            assert len(points) == len(expected[line["name"]])
+            for got, want in zip(points, expected[line["name"]], strict=True):
+                assert (got["step"], got["seeds"]) == (want.step, want.seeds)
+                for name, value in (("x", want.x), ("v", want.mean), ("std", want.std), ("low", want.low)):
+                    assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-9), (metric, name)
+                assert got["high"] == pytest.approx(want.high, rel=1e-4)
+    assert opened.complaints() == []
+
+
+def test_hovering_shows_the_values_at_a_step(opened: headless.Page) -> None:
+    place = panel(
+        opened,
+        "Training reward",
+        "(() => { const box = node.querySelector('svg').getBoundingClientRect();"
+        " return { x: box.x + LEFT + (box.width - LEFT - RIGHT) * 11 / 20 + 2, y: box.y + 90 }; })()",
+    )
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+    opened.until("document.querySelector('.tip:not([hidden])')")
+    text = opened.texts(".tip:not([hidden])")[0].split("\n")
+    # Step 11: 1.1, and 0.3 from seed to seed; the single run has ended at step 10, near enough to be shown.
+    assert text == [
+        "step 11",
+        "<b>beta: 2.4 \u00b1 0.3 (3 seeds)",
+        "alpha: 1.4 \u00b1 0.3 (3 seeds)",
+    ]
+    opened.choose("#x", "tokens")
+    settle(opened)
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=place["x"] - 3, y=place["y"])
+    opened.until("document.querySelector('.tip:not([hidden])')")
+    assert " tokens, step " in opened.texts(".tip:not([hidden]) strong")[0]
+    assert note(opened, "Gradient norm") == "no tokens logged by single"
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+    opened.until("!document.querySelector('.tip:not([hidden])')")
+    assert opened.complaints() == []
+
+
+def test_legend_smoothing_bands_and_log_are_kept_in_the_address(
+    opened: headless.Page, browser: headless.Browser, tmp_path: Path
+) -> None:
+    blue, orange, green = compare.COLOURS[:3]
+    opened.click("#legend button", 0)
+    settle(opened)
+    assert set(colours(opened, "Training reward")) == {orange, green}
+    assert opened.run("[...document.querySelectorAll('#runs input')].filter(box => !box.checked).length") == 3
+    slide(opened, 70)
+    window = int(opened.texts("#window")[0].split()[0])
+    assert window == round(10 ** (70 / 100)) and colours(opened, "Training reward", "path.raw") != []
+    opened.choose("#band", "runs")
+    settle(opened)
+    assert colours(opened, "Training reward").count(orange) == 3
+    assert panel(opened, "Training reward", "node.querySelectorAll('path.band').length") == 0
+    opened.choose("#band", "range")
+    panel(opened, "Gradient norm", "node.querySelector('button.log').click()")
+    settle(opened)
+    ticks = panel(opened, "Gradient norm", "[...node.querySelectorAll('text.y')].map(text => Number(text.textContent))")
+    assert len(ticks) >= 3 and all(b / a >= 1.9 for a, b in zip(ticks, ticks[1:], strict=False))
+    panel(opened, "Entropy", "node.querySelector('button.log').click()")
+    slide(opened, 0)
+    # Those of alpha from step 10 to 20, and of the single run at step 10.
+    assert "12 values are not above 0" in note(opened, "Entropy")
+    paths = panel(opened, "Entropy", "[...node.querySelectorAll('path')].map(path => path.getAttribute('d')).join()")
+    assert "NaN" not in paths and "Infinity" not in paths
+    address = opened.run("location.href")
+    again = browser.open(address, width=1300, height=2400)
+    settle(again)
+    for title in ("Training reward", "Gradient norm", "Entropy"):
+        same = "node.querySelector('.plot').innerHTML + node.querySelector('.note').textContent"
+        assert panel(again, title, same) == panel(opened, title, same)
+    assert again.run("[state.band, state.smooth, [...state.off], [...state.flip]]") == [
+        "range",
+        1,
+        [0, 1, 2],
+        ["actor/grad_norm", "actor/entropy"],
+    ]
+    opened.run("document.querySelectorAll('#legend button')[2].dispatchEvent(new MouseEvent('dblclick'))")
+    settle(opened)
+    assert set(colours(opened, "Training reward")) == {green}
+    opened.run("document.querySelectorAll('#legend button')[2].dispatchEvent(new MouseEvent('dblclick'))")
+    settle(opened)
+    assert set(colours(opened, "Training reward")) == {blue, orange, green}
+    opened.click("#log")
+    settle(opened)
+    assert opened.run("[...document.querySelectorAll('button.log[aria-pressed=true]')].length") == 4
+    assert opened.complaints() == again.complaints() == []
+
+
+def test_any_metric_can_be_chosen_and_names_are_text(
+    opened: headless.Page, browser: headless.Browser, tmp_path: Path
+) -> None:
+    title = opened.run("document.title")
+    assert title == f"Of {HOSTILE}" and opened.run("document.querySelector('h1').textContent") == title
+    opened.click("#picker summary")
+    assert len(opened.texts("#list label")) == 8
+    opened.type("#search", "SCRIPT owned")
+    opened.until("[...document.querySelectorAll('#list label')].filter(node => node.offsetParent).length === 1")
+    opened.run("[...document.querySelectorAll('#list label')].find(node => node.offsetParent).firstChild.click()")
+    settle(opened)
+    assert (
+        opened.texts("h2")[0] == "Chosen"
+        and opened.run("document.querySelector('.panel strong').textContent") == HOSTILE
+    )
+    assert len(colours(opened, HOSTILE)) == 5
+    opened.run("document.querySelectorAll('#list input')[data.metrics.indexOf('only/here')].click()")
+    settle(opened)
+    assert note(opened, "only/here") == "not logged by <b>beta, alpha"
+    again = browser.open(opened.run("location.href"), width=1300, height=1600)
+    settle(again)
+    assert again.run("[...document.querySelectorAll('.panel strong')].slice(0, 2).map(node => node.textContent)") == [
+        HOSTILE,
+        "only/here",
+    ]
+    opened.click("button.remove", 0)
+    settle(opened)
+    assert opened.texts(".panel strong")[0] == "only/here"
+    assert opened.run("document.querySelectorAll('img, b, main script').length") == 0
+    assert opened.requests() == [(tmp_path / "report.html").as_uri()]
+    assert opened.complaints() == again.complaints() == []
+    opened.run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/a.png'}))")
+    opened.until("true")
+    assert any("Content Security Policy" in text for text in opened.complaints())
+
+
+def test_sections_unfold_and_what_is_below_is_drawn_on_the_way(browser: headless.Browser, tmp_path: Path) -> None:
+    steps: Steps = {}
+    for step in range(1, 4):
+        steps[step] = {f"agent/{name}/score/mean": step / 3 for name in ("solver", "judge")}
+        steps[step] |= {f"agent/{name}/rows": 8.0 for name in ("solver", "judge")}
+        steps[step] |= {"mix/otb/share": 0.25, "mix/trloo/share": 0.75, "critic/score/mean": 1.0}
+        steps[step] |= {f"mismatch/p_{number}/mean": number for number in range(30)}
+    write(tmp_path / "run" / "metrics.jsonl", steps)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "dat')
+    empty = tmp_path / "begun" / "metrics.jsonl"
+    write(empty, {})
+    assert cli.main(["report", str(tmp_path / "run"), str(empty.parent), "--out", str(tmp_path / "page.html")]) == 0
+    page = browser.open((tmp_path / "page.html").as_uri(), width=500, height=700)
+    settle(page)
+    assert [text.split("\n")[0] for text in page.texts("h2")] == [
+        "Reward",
+        "Sampler and trainer",
+        "Agents",
+        "Components of the mix",
+    ]
+    assert page.texts(".panel strong") == [
+        "Training reward",
+        "judge: mean score of its rows",
+        "solver: mean score of its rows",
+        "mix/otb/share",
+        "mix/trloo/share",
+    ]
+    assert page.texts("h2 button") == ["30 more", "2 more"]
+    page.click("h2 button", 0)
+    settle(page)
+    assert len(page.texts(".panel")) == 35
+    last = "node.querySelectorAll('path.line').length"
+    assert panel(page, "mix/trloo/share", last) == 0  # far below
+    page.run("window.scrollTo(0, document.body.scrollHeight)")
+    page.until("window.scrollY > 1000")
+    settle(page)
+    settle(page)
+    assert panel(page, "mix/trloo/share", last) == 1
+    # Nothing is wider than a small window, and the damaged log is told of.
+    assert page.run("document.documentElement.scrollWidth <= 500")
+    assert (
+        page.texts("#problems")[0].startswith(f"Left out: {empty}: not one metric in it.\nNot all of one run")
+        and "line 4 is cut short" in page.texts("#runs td.problems")[0]
+    )
+    assert page.complaints() == []
+
+
+def test_many_long_runs_make_a_page_of_bounded_size(browser: headless.Browser, tmp_path: Path) -> None:
+    """10 runs of 1000 steps with 200 metrics."""
+    for run in range(10):
+        steps: Steps = {
+            step: {f"group{k % 7}/metric_{k}": math.sin(step / (k + 1)) * (run + 1.2345678) for k in range(199)}
+            for step in range(1, 1001)
+        }
+        for step in steps:
+            steps[step]["critic/score/mean"] = step / 1000 + run / 10
+        steps[437]["critic/score/mean"] = 50.0
+        write(tmp_path / "runs" / f"c{run // 5}" / f"seed_{run % 5}" / "metrics.jsonl", steps)
+    target = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(target)]) == 0
+    assert target.stat().st_size < 16e6
+    start = time.monotonic()
+    page = browser.open(target.as_uri(), width=1300, height=900)
+    settle(page)
+    assert time.monotonic() - start < 20
+    assert len(colours(page, "Training reward")) == 2
+    page.choose("#band", "range")
+    settle(page)
+    # The spike of one step is inside the band.
+    assert page.run("Math.max(...lines(data.metrics.indexOf('critic/score/mean'), 1)[0].points.map(p => p.high))") == 50
+    assert panel(page, "Training reward", "node.querySelectorAll('circle').length") == 0
+    assert "thinned out to the mean of" in page.texts("#about")[0]
+    page.screenshot(tmp_path / "page.png")
+    shot = matplotlib.image.imread(tmp_path / "page.png")[..., :3]
+    for colour in compare.COLOURS[:2]:
+        wanted = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        assert (abs(shot - wanted).max(axis=-1) < 0.01).sum() > 100
+    assert page.complaints() == []

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs beside each other: their names, groups of seeds, axes, panels and lines.
+
+A group is one setting run with several seeds. Its line is the mean over its seeds at each step, after smoothing, and
+its band is one standard deviation (ddof 1) or the range over them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.report.logs import METRICS_FILE, LogError, RunLog, find_runs, natural_order, read_run
+
+#: Okabe and Ito's palette, which colour-blind readers can tell apart, without its black and yellow.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f")
+#: Dashes (lengths of stroke and gap in points): groups beyond the palette differ in them.
+DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
+
+_SEED = re.compile(r"^(?P<group>.*?)[-_./ ]*seed[-_= ]?(?P<seed>\d+)$", re.IGNORECASE)
+_AGENT = re.compile(r"^agent/(?P<agent>.+?)/(?P<what>score/mean|score/std|[^/]+)$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a comparison: a name that no other has, the group and seed it belongs to, and its metrics."""
+
+    name: str
+    group: str
+    seed: int | None
+    log: RunLog
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What can stand on the x axis: ``step``, ``tokens`` or ``time``; what is logged is divided by `scale`."""
+
+    name: str
+    label: str
+    unit: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: a metric and what it is."""
+
+    title: str
+    metric: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels under one heading; those after the first `main` are shown on demand."""
+
+    title: str
+    panels: Sequence[Panel]
+    main: int
+
+
+@dataclass(frozen=True)
+class GroupPoint:
+    """A group at one step: mean x and y over the seeds that have a finite value, their deviation (ddof 1, 0 for one
+    seed), smallest, largest and number."""
+
+    step: int
+    x: float
+    mean: float
+    std: float
+    low: float
+    high: float
+    seeds: int
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def load(
+    paths: Sequence[Path],
+    groups: Mapping[str, str] | None = None,
+    *,
+    by_seed: bool = True,
+    left_out: list[str] | None = None,
+) -> list[Run]:
+    """Read runs and give them names.
+
+    Args:
+        paths: files or folders as `verl_ext.report.logs.find_runs` takes them; a folder gives all runs below it.
+        groups: group name -> pattern (as for file names) of the run names, or paths, that belong to it; the first that
+            holds counts.
+        left_out: takes a sentence for each run without a metric, such as one that has just begun. None: that is an
+            error.
+        by_seed: put runs whose names differ in ``seed_<number>`` at the end alone into one group.
+
+    Raises:
+        LogError: there is nothing to read in a path or in all of them, or a pattern fits no run.
+    """
+    found: list[Path] = []
+    for path in paths:
+        found += [run for run in find_runs(path) if run.resolve() not in {other.resolve() for other in found}]
+    logs = []
+    for path in found:
+        try:
+            logs.append(read_run(path))
+        except LogError as error:
+            if left_out is None:
+                raise
+            left_out.append(str(error))
+    if not logs:
+        raise LogError(" ".join(left_out or []))
+    names = _distinct(
+        [log.name or name for log, name in zip(logs, _short_names([log.path for log in logs]), strict=True)]
+    )
+    unused = set(groups or {})
+    runs = []
+    for name, log in zip(names, logs, strict=True):
+        match = _SEED.match(name)
+        group, seed = (match["group"], int(match["seed"])) if match else (name, None)
+        if not by_seed or not group:
+            group = name
+        for chosen, pattern in (groups or {}).items():
+            folder = log.path.parent if log.path.is_file() else log.path
+            if any(fnmatch.fnmatchcase(text, pattern) for text in (name, str(log.path), str(folder))):
+                group = chosen
+                unused.discard(chosen)
+                break
+        runs.append(Run(name, group, seed, _with_agent_norms(log)))
+    if unused:
+        lost = ", ".join(f"{name}={(groups or {})[name]}" for name in sorted(unused))
+        raise LogError(f"--group {lost}: fits no run; the runs are {', '.join(names)}")
+    return sorted(runs, key=lambda run: [run.group for run in runs].index(run.group))
+
+
+def group_names(runs: Iterable[Run]) -> list[str]:
+    """Names of the groups, in the order of the runs."""
+    return list(dict.fromkeys(run.group for run in runs))
+
+
+def style(number: int) -> tuple[str, tuple[int, ...]]:
+    """Colour and dashes of a group by its position."""
+    return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """What tells the paths apart: their folders without those that all share; a lone seed keeps its parent."""
+    parts = []
+    for path in paths:
+        whole = path.resolve()
+        if path.is_file():
+            whole = (
+                whole.parent if whole.name == METRICS_FILE else whole.with_name(whole.name.removesuffix(whole.suffix))
+            )
+        parts.append(whole.parts)
+    # A folder of the logger's own inside each run's folder tells nothing.
+    while (
+        len(parts) > 1 and len({part[-1] for part in parts}) == 1 and len({part[:-1] for part in parts}) == len(parts)
+    ):
+        parts = [part[:-1] for part in parts]
+    shared = 0
+    while all(len(part) > shared + 1 for part in parts) and len({part[shared] for part in parts}) == 1:
+        shared += 1
+    if any(re.fullmatch(r"seed[-_= ]?\d+", part[shared], re.IGNORECASE) for part in parts):
+        shared -= 1
+    return ["/".join(part[max(0, shared) :]) for part in parts]
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = defaultdict(int)
+    out = []
+    for name in names:
+        seen[name] += 1
+        out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return out
+
+
+def _with_agent_norms(log: RunLog) -> RunLog:
+    """The log with an estimate of the gradient norm of each agent's rows: the whole norm times the root of the agent's
+    share of the gradient energy, exact if the agents' gradients are orthogonal and their tokens' scores equally long.
+    """
+    suffix = "/gradient_energy_share"
+    steps = {}
+    for step, values in log.steps.items():
+        norm = values.get("actor/grad_norm")
+        shares = {name: share for name, share in values.items() if name.startswith("agent/") and name.endswith(suffix)}
+        added = {
+            f"{name[: -len(suffix)]}/grad_norm_estimate": norm * math.sqrt(share)
+            for name, share in shares.items()
+            if norm is not None and share >= 0
+        }
+        steps[step] = {**values, **added} if len(shares) > 1 else values
+    return RunLog(log.path, log.source, steps, log.problems, log.name)
+
+
+# ---- axes ----------------------------------------------------------------------------------------------------------
+
+TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
+
+
+def axes(runs: Sequence[Run]) -> list[Axis]:
+    """The x axes that at least one run can be drawn on."""
+    out = [Axis("step", "training step", "steps")]
+    if any(run.log.series(TOKENS) for run in runs):
+        out.append(Axis("tokens", "tokens (prompts and responses, cumulated)", "tokens"))
+    if any(run.log.series(SECONDS) for run in runs):
+        longest = max(max(cumulated(run.log, SECONDS).values(), default=0.0) for run in runs)
+        unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
+        out.append(Axis("time", f"training time in {unit}", unit, scale))
+    return out
+
+
+def cumulated(log: RunLog, metric: str) -> dict[int, float]:
+    """Sum of a metric up to each step; a step without it adds nothing. Empty if no step has it."""
+    if not log.series(metric):
+        return {}
+    total, out = 0.0, {}
+    for step, values in log.steps.items():
+        value = values.get(metric, 0.0)
+        total += value if math.isfinite(value) else 0.0
+        out[step] = total
+    return out
+
+
+def positions(run: Run, axis: Axis) -> dict[int, float]:
+    """Step -> x of a run; empty if it has not logged what the axis needs."""
+    if axis.name == "step":
+        return {step: float(step) for step in run.log.steps}
+    summed = cumulated(run.log, TOKENS if axis.name == "tokens" else SECONDS)
+    return {step: value / axis.scale for step, value in summed.items()}
+
+
+# ---- panels --------------------------------------------------------------------------------------------------------
+
+_REWARD = ("trajectory/reward/mean", "critic/score/mean", "critic/rewards/mean")
+_TITLES = {
+    "response_length/mean": "Response length (tokens)",
+    "response_length/clip_ratio": "Responses cut at the limit (share)",
+    "trajectory/turns/mean": "Turns of a trajectory",
+    "actor/grad_norm": "Gradient norm",
+    "actor/ppo_kl": "KL from the old to the new policy",
+    "actor/kl_loss": "KL to the reference policy",
+    "actor/reward_kl_penalty": "KL to the reference policy, in the reward",
+    "actor/entropy": "Entropy",
+    "actor/pg_clipfrac": "Clipped tokens (share)",
+    "training/rollout_probs_diff_mean": "Probabilities of sampler and trainer: mean difference",
+    "training/rollout_probs_diff_max": "Probabilities of sampler and trainer: largest difference",
+    "rollout_corr/kl": "KL from sampler to trainer",
+    "rollout_corr/rollout_is_eff_sample_size": "Effective sample size of the importance weights (share)",
+    "training/rollout_actor_probs_pearson_corr": "Probabilities of sampler and trainer: correlation",
+    "mismatch/mean": "|log p of trainer - log p of sampler|: mean",
+    "mismatch/max": "|log p of trainer - log p of sampler|: largest",
+}
+_LENGTH = ("response_length/mean", "trajectory/turns/mean", "response_length/clip_ratio")
+_UPDATE = (
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/kl_loss",
+    "actor/reward_kl_penalty",
+    "actor/entropy",
+    "actor/pg_clipfrac",
+)
+_MISMATCH = (
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "rollout_corr/kl",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "mismatch/mean",
+    "mismatch/max",
+)
+_MISMATCH_MORE = ("training/rollout_*", "rollout_corr/*", "mismatch/*", "dvp/*")
+_AGENT_MAIN = {
+    "score/mean": "mean score of its rows",
+    "gradient_energy_share": "share of the gradient's energy",
+    "grad_norm_estimate": "gradient norm of its rows (estimate)",
+    "rows": "rows",
+    "score/std": "deviation of its scores",
+}
+
+
+def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
+    """The panels of a comparison; a panel is left out if no run has its metric, a section if it has no panel.
+
+    Args:
+        runs: the runs.
+        chosen: names or patterns of further metrics, shown first.
+
+    Raises:
+        LogError: a name or pattern in `chosen` fits no metric.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    for run in runs:
+        for metric in run.log.metrics():
+            counts[metric] += 1
+    known = sorted(counts, key=natural_order)
+    out = []
+    first: list[str] = []
+    for pattern in chosen:
+        fitting = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+        if not fitting:
+            raise LogError(f"--metric {pattern}: no run has such a metric{_nearest(pattern, known)}")
+        first += fitting
+    out.append(_section("Chosen", [(name, _title(name)) for name in dict.fromkeys(first)]))
+    rewards = [name for name in _REWARD if name in counts]
+    reward = [max(rewards, key=lambda name: counts[name])] if rewards else []
+    core = [name for name in known if name.startswith("val-core/")]
+    out.append(
+        _section("Reward", [(name, "Training reward") for name in reward] + [(name, _title(name)) for name in core])
+    )
+    for title, names in (("Length", _LENGTH), ("Update", _UPDATE)):
+        out.append(_section(title, [(name, _TITLES[name]) for name in names if name in counts]))
+    main = [name for name in _MISMATCH if name in counts]
+    more = [name for name in known if _fits(name, _MISMATCH_MORE) and name not in main]
+    out.append(_section("Sampler and trainer", [(name, _title(name)) for name in [*main, *more]], len(main)))
+    out.append(_agents(known))
+    shares = [name for name in known if name.startswith("mix/") and name.endswith("/share")]
+    rest = [name for name in known if name.startswith("mix/") and name not in shares]
+    out.append(_section("Components of the mix", [(name, _title(name)) for name in [*shares, *rest]]))
+    return [section for section in out if section.panels]
+
+
+def _section(title: str, panels: Sequence[tuple[str, str]], main: int | None = None) -> Section:
+    return Section(title, [Panel(text, name) for name, text in panels], len(panels) if main is None else main)
+
+
+def _agents(known: Sequence[str]) -> Section:
+    parts = [match for name in known if (match := _AGENT.match(name))]
+    agents = list(dict.fromkeys(match["agent"] for match in parts))
+    kinds = [*_AGENT_MAIN, *dict.fromkeys(match["what"] for match in parts if match["what"] not in _AGENT_MAIN)]
+    ordered = sorted(parts, key=lambda match: (kinds.index(match["what"]), agents.index(match["agent"])))
+    panels = [(match[0], f"{match['agent']}: {_AGENT_MAIN.get(match['what'], match['what'])}") for match in ordered]
+    main = sum(match["what"] in ("score/mean", "gradient_energy_share", "grad_norm_estimate") for match in parts)
+    # Panels of a lone agent repeat those of the run.
+    return _section("Agents", panels, main if len(agents) > 1 else 0)
+
+
+def _title(metric: str) -> str:
+    if metric.startswith("val-core/"):
+        parts = metric.split("/")
+        return f"Validation: {'/'.join(parts[1:-2])}, {' '.join(parts[-2:])}" if len(parts) > 3 else metric
+    return _TITLES.get(metric, metric)
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _nearest(pattern: str, known: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(pattern, known, n=3) or [name for name in known if pattern.strip("*") in name][:3]
+    return f"; near it: {', '.join(near)}" if near else f"; there are {len(known)}, all in the page's list"
+
+
+# ---- lines ---------------------------------------------------------------------------------------------------------
+
+
+def smoothed(series: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
+    """Trailing mean: at each step the mean of the finite values of the last `window` steps, NaN if there is none."""
+    out = []
+    start = 0
+    for position, (step, _) in enumerate(series):
+        while series[start][0] <= step - window:
+            start += 1
+        values = [value for _, value in series[start : position + 1] if math.isfinite(value)]
+        out.append((step, sum(values) / len(values) if values else math.nan))
+    return out
+
+
+def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> list[GroupPoint]:
+    """The line of a group: its seeds smoothed, then met at each step."""
+    at: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        places = positions(run, axis)
+        for step, value in smoothed(run.log.series(metric), window):
+            if math.isfinite(value) and step in places:
+                at[step].append((places[step], value))
+    out = []
+    for step in sorted(at):
+        xs, values = zip(*at[step], strict=True)
+        mean = sum(values) / len(values)
+        std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+        out.append(GroupPoint(step, sum(xs) / len(xs), mean, std, min(values), max(values), len(values)))
+    return sorted(out, key=lambda point: point.x)

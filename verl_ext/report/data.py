@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a page: every metric of every run, thinned out where there are too many, as plain JSON values.
+
+A metric that has more values in some run than there is room for is put into buckets of equally many steps, the same
+for all runs; each bucket keeps the mean, the smallest and the largest of its finite values, so that a spike stays
+visible, and a mark if there were others. Numbers keep five significant digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from verl_ext.report.compare import Axis, Run, Section, axes, group_names, positions, style
+
+BUDGET = 1_500_000
+"""Numbers that a page holds, about; it bounds the size of the file at some 12 MB."""
+LEAST_ROOM = 60
+"""Values of a metric of a run that are kept however many metrics and runs there are."""
+
+
+def page_data(
+    runs: Sequence[Run],
+    sections: Sequence[Section],
+    *,
+    title: str,
+    smooth: int = 1,
+    left_out: Sequence[str] = (),
+    budget: int = BUDGET,
+) -> dict[str, Any]:
+    """What the page's script reads.
+
+    Args:
+        runs: the runs, each group's together.
+        sections: of `verl_ext.report.compare.sections`.
+        title: of the page.
+        smooth: window, in steps, that the page opens with.
+        left_out: what could not be read at all, a sentence each.
+        budget: numbers to keep.
+    """
+    metrics = sorted({name for run in runs for name in run.log.metrics()})
+    number = {name: position for position, name in enumerate(metrics)}
+    lengths = {name: max(len(run.log.series(name)) for run in runs) for name in metrics}
+    count = sum(1 for run in runs for _ in run.log.metrics())
+    room = max(LEAST_ROOM, budget // max(1, count))
+    steps = [step for run in runs for step in (min(run.log.steps), max(run.log.steps))]
+    # Three numbers a bucket.
+    width = math.ceil((max(steps) - min(steps) + 1) / max(1, room // 3))
+    chosen_axes = axes(runs)
+    groups = group_names(runs)
+    out_runs, series = [], []
+    for run in runs:
+        kept = {name: _thin(run.log.series(name), width if lengths[name] > room else 1) for name in run.log.metrics()}
+        places = sorted({point[0] for points in kept.values() for point in points})
+        where = {place: position for position, place in enumerate(places)}
+        series.append(
+            {
+                str(number[name]): _columns(points, where, rare=2 * len(run.log.series(name)) <= len(run.log.steps))
+                for name, points in kept.items()
+            }
+        )
+        out_runs.append(
+            {
+                "name": run.name,
+                "group": groups.index(run.group),
+                "seed": run.seed,
+                "source": run.log.source,
+                "path": str(run.log.path),
+                "first": min(run.log.steps),
+                "last": max(run.log.steps),
+                "steps": len(run.log.steps),
+                "problems": run.log.problems,
+                "x": {axis.name: _places(run, axis, places) for axis in chosen_axes},
+            }
+        )
+    return {
+        "title": title,
+        "smooth": smooth,
+        "left_out": list(left_out),
+        "width": width if any(length > room for length in lengths.values()) else 1,
+        "axes": [{"name": axis.name, "label": axis.label, "unit": axis.unit} for axis in chosen_axes],
+        "groups": [
+            {"name": name, "colour": style(position)[0], "dash": " ".join(map(str, style(position)[1]))}
+            for position, name in enumerate(groups)
+        ],
+        "runs": out_runs,
+        "metrics": metrics,
+        "series": series,
+        "sections": [
+            {
+                "title": section.title,
+                "main": section.main,
+                "panels": [{"title": panel.title, "metric": number[panel.metric]} for panel in section.panels],
+            }
+            for section in sections
+        ],
+    }
+
+
+_Point = tuple[float, float | None, float, float, bool]
+
+
+def _thin(series: Sequence[tuple[int, float]], width: int) -> list[_Point]:
+    """(step, mean, low, high, whether a value is not finite) of each bucket; the step is the bucket's middle.
+
+    With a width of one step, the values themselves.
+    """
+    buckets: dict[int, list[float]] = {}
+    for step, value in series:
+        buckets.setdefault(step // width, []).append(value)
+    out: list[_Point] = []
+    for bucket, values in buckets.items():
+        finite = [value for value in values if math.isfinite(value)]
+        middle = bucket * width + (width - 1) / 2
+        if finite:
+            mean = math.fsum(value / len(finite) for value in finite)
+            out.append((middle, mean, min(finite), max(finite), len(finite) < len(values)))
+        else:
+            value = values[0]
+            out.append((middle, None if math.isnan(value) else value, math.nan, math.nan, True))
+    return out
+
+
+def _columns(points: Sequence[_Point], where: dict[float, int], *, rare: bool) -> dict[str, Any]:
+    """The points column by column: positions in the run's x, means, lows and highs where they differ, marks; and
+    whether the metric is logged in at most half of the steps, as validation is."""
+    at = [where[point[0]] for point in points]
+    contiguous = at == list(range(at[0], at[0] + len(at)))
+    out: dict[str, Any] = {"i": at[0] if contiguous else at, "v": [_short(point[1]) for point in points]}
+    if any(point[2] != point[3] and point[2] == point[2] for point in points):
+        out["lo"] = [_short(point[2]) for point in points]
+        out["hi"] = [_short(point[3]) for point in points]
+    if rare:
+        out["rare"] = 1
+    if any(point[4] for point in points):
+        out["bad"] = [position for position, point in enumerate(points) if point[4]]
+    return out
+
+
+def _places(run: Run, axis: Axis, places: Sequence[float]) -> list[float | str | None] | None:
+    """The x of each kept step of a run; that of a bucket is that of the last step up to its middle."""
+    if axis.name == "step":
+        return [_short(place, 10) for place in places]
+    known = positions(run, axis)
+    if not known:
+        return None
+    steps = list(known)
+    out, position = [], 0
+    for place in places:
+        while position + 1 < len(steps) and steps[position + 1] <= place:
+            position += 1
+        out.append(_short(known[steps[position]], 7))
+    return out
+
+
+def _short(value: float | None, digits: int = 5) -> float | str | None:
+    """A number of so many significant digits, as JSON can hold it: null for NaN, a word for the infinities."""
+    if value is None or math.isnan(value):
+        return None
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short

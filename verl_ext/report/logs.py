@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a run, read from what verl's loggers have written: ``file`` (jsonl), ``tensorboard`` or ``wandb`` offline.
+
+Only the standard library is needed. What is cut short or damaged is said in `RunLog.problems`, and what is whole is
+used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_ext.report.records import RecordError, tensorboard_values, wandb_name, wandb_values
+
+Source = Literal["jsonl", "tensorboard", "wandb"]
+
+#: The name under which the package's own runs keep verl's jsonl.
+METRICS_FILE = "metrics.jsonl"
+_EVENTS = "*.tfevents.*"
+_WANDB = "run-*.wandb"
+#: Folders that a run's folder may hold and that have no metrics: not looked into.
+_NOT_METRICS = ("checkpoints", "rollouts", "rows", "validation", "hydra", ".hydra", "files")
+
+
+class LogError(ValueError):
+    """There are no metrics to read; the message says where they were looked for."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The metrics of one run.
+
+    Attributes:
+        path: what was read: a file, or a folder of event files.
+        source: of which logger it is.
+        steps: training step -> metric -> value, in order of step. A value that was not a finite number when it was
+            logged is NaN or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
+        problems: what could not be read, and what looks wrong, a sentence each; empty for a sound run.
+        name: verl's ``trainer.experiment_name`` if the log holds it (wandb), else empty.
+    """
+
+    path: Path
+    source: Source
+    steps: dict[int, dict[str, float]]
+    problems: list[str] = field(default_factory=list)
+    name: str = ""
+
+    def metrics(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return sorted({name for values in self.steps.values() for name in values})
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) where the metric was logged, in order of step."""
+        return [(step, values[metric]) for step, values in self.steps.items() if metric in values]
+
+
+def read_run(path: str | os.PathLike[str]) -> RunLog:
+    """The metrics of one run.
+
+    Several values of a metric in one step: the later wins, as after a resume.
+
+    Args:
+        path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
+            one of them: the folder of a run of this package, tensorboard's folder of one run, wandb's
+            ``offline-run-*``. A folder that has several kinds is read from the first of jsonl, tensorboard, wandb.
+
+    Raises:
+        LogError: nothing is there, nothing in it is a metric, or the folder holds several runs (the message names
+            them).
+    """
+    given = Path(path)
+    found = find_runs(given)
+    if len(found) > 1:
+        names = ", ".join(str(run) for run in found[:5]) + (", ..." if len(found) > 5 else "")
+        raise LogError(f"{given}: holds the metrics of {len(found)} runs; name one of them: {names}")
+    return _read(found[0])
+
+
+def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+    """What to give to `read_run`, one entry a run, for all runs in a folder and below it, in order of name.
+
+    A folder that holds metrics is one run (of several wandb files or several jsonl files in it, each is one); folders
+    below it are looked into only where it holds none.
+
+    Raises:
+        LogError: the path does not exist, or holds no metrics of a known kind.
+    """
+    given = Path(path)
+    if not given.exists():
+        raise LogError(f"{given}: no such file or folder")
+    if given.is_file():
+        _kind(given)
+        return [given]
+    found = list(_below(given, set()))
+    if not found:
+        raise LogError(
+            f"{given}: no metrics in it or below it: no {METRICS_FILE} or other jsonl of verl's file logger, no "
+            f"{_EVENTS} of tensorboard, no {_WANDB} of wandb. Train with trainer.logger=[console,file] (or "
+            "tensorboard, or wandb with WANDB_MODE=offline) and name its folder here."
+        )
+    return found
+
+
+def _below(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    own = _own(folder)
+    if own:
+        yield from own
+        return
+    # Links last: wandb keeps one to its latest run, whose own folder has the better name.
+    for child in sorted(folder.iterdir(), key=lambda child: (child.is_symlink(), natural_order(child.name))):
+        if child.is_dir() and child.name not in _NOT_METRICS:
+            yield from _below(child, seen)
+
+
+def _own(folder: Path) -> list[Path]:
+    """The runs whose metrics lie in this folder itself."""
+    if (folder / METRICS_FILE).is_file() or (folder / f"{METRICS_FILE}.keep").is_file():
+        return [folder / METRICS_FILE]
+    # A file that a fresh run has moved aside (name.1.jsonl) is an earlier run of the same name, not this one.
+    jsonl = sorted(file for file in folder.glob("*.jsonl") if "." not in file.stem and _is_verl_jsonl(file))
+    if jsonl:
+        return jsonl
+    if any(folder.glob(_EVENTS)):
+        return [folder]
+    return sorted(folder.glob(_WANDB))
+
+
+def natural_order(name: str) -> list[Any]:
+    """A key that sorts seed_10 after seed_9."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_verl_jsonl(path: Path) -> bool:
+    with path.open("rb") as file:
+        for line in file:
+            record = _line(line)
+            return record is not None
+    return False
+
+
+def _kind(path: Path) -> Source:
+    if path.suffix == ".wandb":
+        return "wandb"
+    if ".tfevents." in path.name:
+        return "tensorboard"
+    if path.suffix in (".jsonl", ".json", ".keep"):
+        return "jsonl"
+    raise LogError(
+        f"{path}: neither a jsonl of verl's file logger, nor an event file of tensorboard (*.tfevents.*), nor a file "
+        "of wandb (*.wandb)"
+    )
+
+
+def _read(path: Path) -> RunLog:
+    """Read one entry of `find_runs`."""
+    steps: dict[int, dict[str, float]] = {}
+    problems: list[str] = []
+    if path.is_dir():
+        source: Source = "tensorboard"
+        # The time of the start is in the name: later files are resumes and win.
+        files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name))
+    else:
+        source = _kind(path)
+        files = [path]
+    try:
+        for file in files:
+            if source == "jsonl":
+                _read_jsonl(file, steps, problems)
+            else:
+                _read_records(file, tensorboard_values if source == "tensorboard" else wandb_values, steps, problems)
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+    if not any(steps.values()):
+        raise LogError(" ".join([f"{path}: not one metric in it.", *problems]))
+    name = wandb_name(path) if source == "wandb" else ""
+    return RunLog(path, source, {step: steps[step] for step in sorted(steps)}, problems, name)
+
+
+def _read_records(
+    file: Path,
+    values: Callable[[Path], Iterator[tuple[int, str, Any]]],
+    steps: dict[int, dict[str, float]],
+    problems: list[str],
+) -> None:
+    try:
+        for step, name, value in values(file):
+            if (number := _number(value)) is not None:
+                steps.setdefault(step, {})[name] = number
+    except RecordError as error:
+        problems.append(str(error))
+
+
+def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str]) -> None:
+    # The copy that a resume makes before it writes the file anew; it stays only if that is interrupted.
+    kept = file.with_name(file.name + ".keep")
+    content = b"".join(part.read_bytes() for part in (kept, file) if part.is_file())
+    lines = content.split(b"\n")
+    bad: list[int] = []
+    last: int | None = None
+    backwards: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _line(line)
+        if record is None:
+            if number == len(lines):
+                problems.append(f"{file}: line {number} is cut short; the {number - 1} before it are used")
+            else:
+                bad.append(number)
+            continue
+        step, data = record
+        if last is not None and step < last:
+            backwards.append(f"step {step} after step {last} in line {number}")
+        last = step
+        values = steps.setdefault(step, {})
+        for name, value in data.items():
+            if (read := _number(value)) is not None:
+                values[name] = read
+    if bad:
+        which = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        problems.append(
+            f'{file}: {len(bad)} lines are not {{"step": ..., "data": {{...}}}} (line {which}); the others are used'
+        )
+    if backwards:
+        problems.append(f"{file}: steps go back ({backwards[0]}): two runs in one file? The later value of a step wins")
+
+
+def _line(line: bytes) -> tuple[int, dict[str, Any]] | None:
+    try:
+        record = json.loads(line)
+        step, data = record["step"], record["data"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(step, int) or isinstance(step, bool) or not isinstance(data, dict):
+        return None
+    return step, data
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float; None for what is no number (a text, a list)."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        # wandb writes what JSON cannot as text.
+        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return None

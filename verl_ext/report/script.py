@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script of the page that compares runs: charts in SVG, drawn from the numbers in the page."""
+
+SCRIPT = r"""
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = id => document.getElementById(id);
+const HEIGHT = 220, LEFT = 52, RIGHT = 18, TOP = 8, BOTTOM = 34, EDGE = 4;
+const given = data.sections.find(section => section.title === "Chosen");
+const sections = data.sections.filter(section => section !== given);
+const span = Math.max(1, ...data.runs.map(run => run.last)) - Math.min(...data.runs.map(run => run.first)) + 1;
+const widest = Math.max(2, Math.floor(span / 2));
+const state = {};
+let panels = [], waiting = false;
+const read = new Map();
+
+function make(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+function draw(tag, attributes, parent) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (parent) parent.append(node);
+  return node;
+}
+function number(value, digits = 4) {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "\u221e" : "-\u221e";
+  if (value === 0) return "0";
+  const size = Math.abs(value), short = Number(value.toPrecision(digits));
+  return size >= 1e6 || size < 1e-3 ? short.toExponential().replace("e+", "e") : String(short);
+}
+function short(value) {
+  for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
+    if (Math.abs(value) >= size) return number(value / (unit === "k" ? 1e3 : size), 3) + unit;
+  return number(value, 3);
+}
+
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+function points(metric, run) {
+  const key = metric + " " + run;
+  if (read.has(key)) return read.get(key);
+  const column = data.series[run][metric], steps = data.runs[run].x.step;
+  const value = given => given === null ? NaN : Number(given);
+  let out = null;
+  if (column) {
+    const bad = new Set(column.bad || []);
+    out = column.v.map((one, k) => {
+      const at = typeof column.i === "number" ? column.i + k : column.i[k], v = value(one);
+      const low = column.lo ? value(column.lo[k]) : v, high = column.hi ? value(column.hi[k]) : v;
+      return { at, step: steps[at], v, low, high, bad: bad.has(k) };
+    });
+  }
+  read.set(key, out);
+  return out;
+}
+function smoothed(given, window) {
+  if (window <= 1) return given.map(point => Number.isFinite(point.v) ? point : { ...point, v: NaN });
+  let start = 0;
+  return given.map((point, k) => {
+    while (given[start].step <= point.step - window) start++;
+    if (start === k && Number.isFinite(point.v)) return point;
+    let sum = 0, count = 0;
+    for (let j = start; j <= k; j++) if (Number.isFinite(given[j].v)) { sum += given[j].v; count++; }
+    const v = count ? sum / count : NaN;
+    return { ...point, v, low: v, high: v };
+  });
+}
+function shown(metric) {
+  const runs = [];
+  data.runs.forEach((run, r) => {
+    if (!state.off.has(r) && data.series[r][metric] && run.x[state.x]) runs.push(r);
+  });
+  return runs;
+}
+// The lines of a panel: of each group the mean over its seeds, or of each run its own.
+function lines(metric, window) {
+  const out = [];
+  data.groups.forEach((group, g) => {
+    const seeds = shown(metric).filter(r => data.runs[r].group === g).map(r => {
+      const run = data.runs[r], xs = run.x[state.x];
+      return { run, rare: data.series[r][metric].rare,
+        points: smoothed(points(metric, r), window).map(point => ({ ...point, x: xs[point.at] })) };
+    });
+    if (!seeds.length) return;
+    const look = { colour: group.colour, dash: group.dash };
+    if (state.band === "runs" || seeds.length === 1) {
+      for (const { run, rare, points } of seeds)
+        out.push({ ...look, group: g, name: seeds.length === 1 ? group.name : run.name, most: 1, rare,
+          points: points.map(point => ({ ...point, std: 0, seeds: Number.isFinite(point.v) ? 1 : 0 })) });
+      return;
+    }
+    const at = new Map();
+    for (const seed of seeds) for (const point of seed.points) {
+      if (!at.has(point.step)) at.set(point.step, []);
+      at.get(point.step).push(point);
+    }
+    const met = [...at].map(([step, all]) => {
+      const finite = all.filter(point => Number.isFinite(point.v)), n = finite.length;
+      const mean = key => finite.reduce((sum, point) => sum + point[key], 0) / n;
+      if (!n) return { step, x: all[0].x, v: NaN, low: NaN, high: NaN, std: 0, seeds: 0 };
+      const v = mean("v"), x = mean("x");
+      const std = n > 1 ? Math.sqrt(finite.reduce((sum, point) => sum + (point.v - v) ** 2, 0) / (n - 1)) : 0;
+      return { step, x, v, std, seeds: n, low: Math.min(...finite.map(point => point.low)),
+        high: Math.max(...finite.map(point => point.high)) };
+    }).sort((a, b) => a.x - b.x || a.step - b.step);
+    const rare = seeds.every(seed => seed.rare);
+    out.push({ ...look, group: g, name: group.name, most: seeds.length, rare, points: met });
+  });
+  return out;
+}
+function edges(line, point) {
+  if (state.band === "none") return [point.v, point.v];
+  if (line.most > 1 && state.band === "std") return [point.v - point.std, point.v + point.std];
+  return [point.low, point.high];
+}
+
+// ---- charts ------------------------------------------------------------------------------------------------------
+
+function ticks(low, high, about) {
+  const rough = (high - low) / about, size = 10 ** Math.floor(Math.log10(rough));
+  const step = size * [1, 2, 5, 10].find(one => one * size >= rough);
+  const out = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++)
+    out.push(Number((k * step).toPrecision(12)));
+  return out;
+}
+function logTicks(low, high) {
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
+  const every = Math.max(1, Math.ceil((last - first) / 6)), out = [];
+  for (let k = first; k <= last; k++)
+    for (const one of last - first <= 2 ? [1, 2, 5] : [1])
+      if ((k - first) % every === 0) out.push(Number((one * 10 ** k).toPrecision(12)));
+  const inside = out.filter(value => value >= low && value <= high);
+  return inside.length > 1 ? inside : ticks(low, high, 4).filter(value => value > 0);
+}
+// The same for all panels: from the first to the last x of the runs, or to the mean of a group's last ones.
+function domain(all) {
+  let low = Infinity, high = -Infinity;
+  data.groups.forEach((_, g) => {
+    const known = data.runs.filter((run, r) => run.group === g && !state.off.has(r) && run.x[state.x]);
+    const last = known.map(run => run.x[state.x][run.x[state.x].length - 1]);
+    if (!known.length) return;
+    low = Math.min(low, ...known.map(run => run.x[state.x][0]));
+    high = Math.max(high, state.x === "step" ? Math.max(...last) : last.reduce((sum, x) => sum + x, 0) / last.length);
+  });
+  for (const line of all) for (const point of line.points) high = Math.max(high, point.x);
+  if (low > high) return [0, 1];
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
+function isLog(metric) { return state.log !== state.flip.has(data.metrics[metric]); }
+function paint(panel) {
+  panel.dirty = false;
+  const { metric, plot, note } = panel, log = isLog(metric), all = lines(metric, state.smooth);
+  panel.logButton.setAttribute("aria-pressed", String(log));
+  plot.replaceChildren();
+  const width = Math.max(200, plot.clientWidth), inner = width - LEFT - RIGHT, tall = HEIGHT - TOP - BOTTOM;
+  const svg = draw("svg", { viewBox: "0 0 " + width + " " + HEIGHT, role: "img", "aria-label": panel.title }, plot);
+  const good = value => Number.isFinite(value) && (!log || value > 0);
+  let low = Infinity, high = -Infinity, hidden = 0;
+  for (const line of all) for (const point of line.points) {
+    if (Number.isFinite(point.v) && !good(point.v)) hidden++;
+    for (const value of [point.v, ...edges(line, point)]) if (good(value) && good(point.v)) {
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+  }
+  const notes = missing(metric), empty = low > high;
+  if (hidden) notes.push(hidden + " values are not above 0: not on this axis");
+  const bad = shown(metric).flatMap(r => points(metric, r).filter(point => point.bad)
+    .map(point => ({ x: data.runs[r].x[state.x][point.at], colour: data.groups[data.runs[r].group].colour })));
+  if (bad.length) notes.push(bad.length + " not finite (\u00d7)");
+  note.textContent = notes.join("; ");
+  const [left, right] = domain(all);
+  if (empty) {
+    draw("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, svg).textContent = "nothing to draw";
+    [low, high] = log ? [1, 10] : [0, 1];
+  }
+  if (low === high) {
+    if (log) { low /= 2; high *= 2; } else { const room = Math.abs(low) * 0.1 || 1; low -= room; high += room; }
+  } else if (log) { const room = (high / low) ** 0.05; low /= room; high *= room; }
+  else { const room = (high - low) * 0.05; low -= room; high += room; }
+  const place = log ? Math.log10 : value => value, bottom = place(low), top = place(high);
+  const X = value => EDGE + (value - left) / (right - left) * (inner - 2 * EDGE);
+  const Y = value => tall - (place(value) - bottom) / (top - bottom) * tall;
+  const cut = value => good(value) ? value : low;
+  const grid = draw("g", { stroke: "currentColor", "stroke-opacity": 0.15 }, svg);
+  for (const value of log ? logTicks(low, high) : ticks(low, high, 5)) {
+    const y = TOP + Y(value);
+    draw("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y }, grid);
+    draw("text", { x: LEFT - 5, y: y + 4, "text-anchor": "end", class: "y" }, svg).textContent =
+      number(value, 4);
+  }
+  for (const value of ticks(left, right, inner / 60)) {
+    const x = LEFT + X(value);
+    draw("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }, grid);
+    draw("text", { x, y: HEIGHT - BOTTOM + 14, "text-anchor": "middle", class: "x" }, svg).textContent = short(value);
+  }
+  draw("text", { x: LEFT + inner / 2, y: HEIGHT - 5, "text-anchor": "middle", "fill-opacity": 0.75 }, svg).textContent =
+    data.axes.find(axis => axis.name === state.x).label;
+  const area = draw("svg", { x: LEFT, y: TOP, width: inner, height: tall, overflow: "hidden" }, svg);
+  area.setAttribute("viewBox", "0 0 " + inner + " " + tall);
+  const spot = point => X(point.x).toFixed(1) + "," + Y(point.v).toFixed(1);
+  for (const line of all) {
+    const known = line.points.filter(point => good(point.v));
+    const wide = known.some(point => edges(line, point)[0] < edges(line, point)[1]);
+    if (wide) for (const piece of pieces(line.points, good)) {
+      const up = piece.map(point => X(point.x).toFixed(1) + "," + Y(edges(line, point)[1]).toFixed(1));
+      const down = piece.map(point => X(point.x).toFixed(1) + "," + Y(cut(edges(line, point)[0])).toFixed(1)).reverse();
+      const d = "M" + up.concat(down).join("L") + "Z";
+      draw("path", { d, fill: line.colour, "fill-opacity": 0.18, class: "band" }, area);
+    }
+  }
+  if (state.smooth > 1) for (const line of lines(metric, 1))
+    for (const piece of pieces(line.points, good))
+      draw("path", { d: "M" + piece.map(spot).join("L"), fill: "none", stroke: line.colour, "stroke-opacity": 0.3,
+        class: "raw" }, area);
+  for (const line of all) {
+    const count = line.points.length;
+    for (const piece of pieces(line.points, good)) {
+      // A stretch where some seeds of the group have ended is dashed finely.
+      let from = 0;
+      for (let k = 1; k <= piece.length; k++) {
+        const fewer = j => Math.min(piece[j].seeds, piece[j - 1].seeds) < line.most;
+        if (k < piece.length && (k === 1 || fewer(k) === fewer(k - 1))) continue;
+        const partial = piece.length > 1 && fewer(k - 1);
+        if (k - from > 1) draw("path", { d: "M" + piece.slice(from, k).map(spot).join("L"), fill: "none",
+          stroke: line.colour, "stroke-width": 1.8, "stroke-linejoin": "round",
+          "stroke-dasharray": partial ? "1.5 2.5" : line.dash, class: "line" }, area);
+        from = k - 1;
+      }
+      // Points: of what is logged now and then, as validation, and of a value between gaps.
+      if (line.rare || count <= 2 || piece.length === 1) for (const point of piece)
+        draw("circle", { cx: X(point.x).toFixed(1), cy: Y(point.v).toFixed(1), r: 3, fill: line.colour }, area);
+    }
+  }
+  for (const mark of bad)
+    draw("path", { d: "M" + (X(mark.x) - 3) + ",2l6,6m0,-6l-6,6", stroke: mark.colour, "stroke-width": 1.5,
+      fill: "none", class: "bad" }, area);
+  hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]);
+}
+function pieces(all, good) {
+  const out = [[]];
+  for (const point of all) if (good(point.v)) out[out.length - 1].push(point); else out.push([]);
+  return out.filter(piece => piece.length);
+}
+function missing(metric) {
+  const without = [], noAxis = [];
+  data.groups.forEach((group, g) => {
+    const members = data.runs.map((run, r) => r).filter(r => data.runs[r].group === g && !state.off.has(r));
+    const lack = members.filter(r => !data.series[r][metric]);
+    const none = members.filter(r => data.series[r][metric] && !data.runs[r].x[state.x]);
+    for (const [found, names] of [[lack, without], [none, noAxis]])
+      if (found.length && found.length === members.length) names.push(group.name);
+      else names.push(...found.map(r => data.runs[r].name));
+  });
+  const out = [];
+  if (without.length) out.push("not logged by " + without.join(", "));
+  if (noAxis.length) out.push("no " + state.x + " logged by " + noAxis.join(", "));
+  return out;
+}
+function hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]) {
+  const cursor = draw("line", { y1: 0, y2: tall, stroke: "currentColor", visibility: "hidden" }, area);
+  const dots = draw("g", {}, area), tip = make("div", "tip");
+  tip.hidden = true;
+  panel.plot.append(tip);
+  const leave = () => { tip.hidden = true; cursor.setAttribute("visibility", "hidden"); dots.replaceChildren(); };
+  svg.addEventListener("pointerleave", leave);
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), at = event.clientX - box.left - LEFT;
+    const near = all.map(line => ({ line, point: nearest(line.points, at, X) })).filter(one => one.point);
+    if (!near.length || at < -10 || at > inner + 10) return leave();
+    const best = near.reduce((a, b) => Math.abs(X(b.point.x) - at) < Math.abs(X(a.point.x) - at) ? b : a).point;
+    const x = X(best.x);
+    tip.replaceChildren(make("strong", "", state.x === "step" ? "step " + number(best.step, 7)
+      : short(best.x) + " " + data.axes.find(axis => axis.name === state.x).unit + ", step " + number(best.step, 7)));
+    dots.replaceChildren();
+    for (const { line, point } of near) {
+      // A line that has nothing near the cursor has ended, or is logged more rarely.
+      if (Math.abs(X(point.x) - x) > Math.max(8, inner / 40)) continue;
+      const row = make("div"), swatch = make("i");
+      swatch.style.background = line.colour;
+      const away = point.step !== best.step ? " at step " + number(point.step, 7) : "";
+      row.append(swatch, line.name + ": " + number(point.v, 5)
+        + (point.seeds > 1 ? " \u00b1 " + number(point.std, 2) : "")
+        + (line.most > 1 ? " (" + point.seeds + (point.seeds === 1 ? " seed)" : " seeds)") : "")
+        + (line.most === 1 && point.low < point.high
+          ? " (" + number(point.low) + " to " + number(point.high) + ")" : "") + away);
+      tip.append(row);
+      const look = { r: 3.5, fill: line.colour, stroke: "currentColor" };
+      if (good(point.v)) draw("circle", { cx: X(point.x), cy: Y(point.v), ...look }, dots);
+    }
+    cursor.setAttribute("x1", x);
+    cursor.setAttribute("x2", x);
+    cursor.setAttribute("visibility", "visible");
+    tip.hidden = false;
+    const over = LEFT + x + 12 + tip.offsetWidth > box.width;
+    tip.style.left = Math.max(0, over ? LEFT + x - 12 - tip.offsetWidth : LEFT + x + 12) + "px";
+    tip.style.top = TOP + "px";
+  });
+}
+function nearest(all, at, X) {
+  let best = null;
+  for (const point of all) if (!best || Math.abs(X(point.x) - at) < Math.abs(X(best.x) - at)) best = point;
+  return best;
+}
+
+// ---- page --------------------------------------------------------------------------------------------------------
+
+function panelOf(title, metric, chosen) {
+  const figure = make("figure", "panel"), caption = make("figcaption"), text = make("div");
+  const name = data.metrics[metric], logButton = make("button", "log", "log"), plot = make("div", "plot");
+  text.append(make("strong", "", title));
+  if (title !== name) text.append(make("code", "", name));
+  logButton.type = "button";
+  logButton.title = "logarithmic axis";
+  logButton.addEventListener("click", () => {
+    if (!state.flip.delete(name)) state.flip.add(name);
+    apply();
+  });
+  caption.append(text, logButton);
+  if (chosen) {
+    const remove = make("button", "remove", "\u00d7");
+    remove.type = "button";
+    remove.title = "remove";
+    remove.addEventListener("click", () => choose(metric, false));
+    caption.append(remove);
+  }
+  const note = make("p", "note");
+  figure.append(caption, plot, note);
+  return { metric, title, figure, plot, note, logButton, dirty: true };
+}
+function build() {
+  panels = [];
+  const target = $("sections"), chosen = { title: "Chosen", main: state.chosen.length,
+    panels: state.chosen.map(metric => ({ metric, title: titleOf(metric) })) };
+  target.replaceChildren();
+  for (const section of [chosen, ...sections]) {
+    if (!section.panels.length) continue;
+    const head = make("h2", "", section.title), grid = make("div", "grid"), rest = section.panels.length - section.main;
+    const open = state.more.has(section.title);
+    if (rest > 0) {
+      const more = make("button", "more", open ? "fewer" : rest + " more");
+      more.type = "button";
+      more.addEventListener("click", () => {
+        if (!state.more.delete(section.title)) state.more.add(section.title);
+        build();
+        apply();
+      });
+      head.append(more);
+    }
+    section.panels.slice(0, open ? undefined : section.main).forEach(panel => {
+      const made = panelOf(panel.title, panel.metric, section === chosen);
+      panels.push(made);
+      grid.append(made.figure);
+    });
+    target.append(head, grid);
+  }
+}
+function titleOf(metric) {
+  const known = data.sections.flatMap(section => section.panels).find(panel => panel.metric === metric);
+  return known ? known.title : data.metrics[metric];
+}
+function choose(metric, on) {
+  state.chosen = state.chosen.filter(one => one !== metric);
+  if (on) state.chosen.push(metric);
+  build();
+  apply();
+}
+function isOff(g) { return data.runs.every((run, r) => run.group !== g || state.off.has(r)); }
+function turn(chosen, on) {
+  data.runs.forEach((run, r) => { if (chosen(run, r)) state.off[on ? "delete" : "add"](r); });
+  apply();
+}
+function repaint() {
+  waiting = false;
+  for (const panel of panels) {
+    if (!panel.dirty) continue;
+    const box = panel.figure.getBoundingClientRect();
+    if (box.bottom > -300 && box.top < window.innerHeight + 300) paint(panel);
+  }
+}
+function soon() { if (!waiting) { waiting = true; requestAnimationFrame(repaint); } }
+function apply() {
+  $("x").value = state.x;
+  $("band").value = state.band;
+  $("log").checked = state.log;
+  $("smooth").value = String(Math.round(100 * Math.log(state.smooth) / Math.log(widest)));
+  $("window").textContent = state.smooth === 1 ? "off" : state.smooth + " steps";
+  document.querySelectorAll("#legend button[data-group]").forEach(button =>
+    button.setAttribute("aria-pressed", String(!isOff(Number(button.dataset.group)))));
+  document.querySelectorAll("#runs input").forEach((box, r) => { box.checked = !state.off.has(r); });
+  document.querySelectorAll("#list input").forEach(box => { box.checked = state.chosen.includes(Number(box.value)); });
+  const hash = new URLSearchParams();
+  if (state.x !== data.axes[0].name) hash.set("x", state.x);
+  if (state.smooth !== data.smooth) hash.set("smooth", state.smooth);
+  if (state.band !== "std") hash.set("band", state.band);
+  if (state.log) hash.set("log", "1");
+  if (state.off.size) hash.set("off", [...state.off].sort((a, b) => a - b).join(" "));
+  for (const name of state.flip) hash.append("flip", name);
+  for (const name of state.more) hash.append("more", name);
+  const names = state.chosen.map(metric => data.metrics[metric]);
+  if (names.join("\n") !== first.join("\n"))
+    for (const name of names.length ? names : [""]) hash.append("metric", name);
+  if (location.hash.slice(1) !== String(hash)) history.replaceState(null, "", "#" + hash);
+  for (const panel of panels) panel.dirty = true;
+  soon();
+}
+const first = given ? given.panels.map(panel => data.metrics[panel.metric]) : [];
+function restore() {
+  const hash = new URLSearchParams(location.hash.slice(1));
+  state.x = data.axes.some(axis => axis.name === hash.get("x")) ? hash.get("x") : data.axes[0].name;
+  state.smooth = Math.max(1, Math.floor(Number(hash.get("smooth"))) || data.smooth);
+  state.band = ["std", "range", "none", "runs"].includes(hash.get("band")) ? hash.get("band") : "std";
+  state.log = hash.get("log") === "1";
+  state.off = new Set((hash.get("off") || "").split(" ").filter(Boolean).map(Number).filter(r => data.runs[r]));
+  state.flip = new Set(hash.getAll("flip"));
+  state.more = new Set(hash.getAll("more"));
+  const names = hash.has("metric") ? hash.getAll("metric") : first;
+  state.chosen = names.map(name => data.metrics.indexOf(name)).filter(metric => metric >= 0);
+  build();
+  apply();
+}
+for (const axis of data.axes) {
+  const option = make("option", "", { step: "training step", tokens: "tokens", time: "training time" }[axis.name]);
+  option.value = axis.name;
+  $("x").append(option);
+}
+data.groups.forEach((group, g) => {
+  const button = make("button"), count = data.runs.filter(run => run.group === g).length;
+  button.type = "button";
+  button.dataset.group = g;
+  button.title = "click: on or off; double click: this one alone, or all";
+  const swatch = draw("svg", { viewBox: "0 0 26 8" }, button);
+  const look = { stroke: group.colour, "stroke-width": 3, "stroke-dasharray": group.dash };
+  draw("line", { x1: 0, x2: 26, y1: 4, y2: 4, ...look }, swatch);
+  button.append(make("span", "", group.name + (count > 1 ? " (" + count + " runs)" : "")));
+  button.addEventListener("click", () => turn(run => run.group === g, isOff(g)));
+  button.addEventListener("dblclick", () => {
+    const alone = !isOff(g) && data.groups.every((other, o) => o === g || isOff(o));
+    state.off.clear();
+    turn(run => run.group !== g, alone);
+  });
+  $("legend").append(button);
+});
+$("picker").querySelector("summary").textContent = "All metrics (" + data.metrics.length + "): choose what to draw";
+data.metrics.forEach((name, metric) => {
+  const label = make("label"), box = make("input");
+  box.type = "checkbox";
+  box.value = metric;
+  box.addEventListener("change", () => choose(metric, box.checked));
+  label.append(box, name);
+  $("list").append(label);
+});
+$("search").addEventListener("input", () => {
+  const words = $("search").value.toLowerCase().split(/\s+/);
+  document.querySelectorAll("#list label").forEach(label => {
+    const text = label.textContent.toLowerCase();
+    label.hidden = !words.every(word => text.includes(word));
+    label.style.display = label.hidden ? "none" : "";
+  });
+});
+const troubled = data.runs.filter(run => run.problems.length).length;
+$("problems").textContent = [...data.left_out.map(text => "Left out: " + text),
+  ...troubled ? ["Not all of " + (troubled === 1 ? "one run" : troubled + " runs") + " could be read as it should be: "
+    + "see the list of runs below."] : []].join("\n");
+$("runs").querySelector("summary").textContent = "Runs (" + data.runs.length + ")";
+$("runs").open = troubled > 0;
+data.runs.forEach((run, r) => {
+  const row = make("tr"), box = make("input"), cell = make("td");
+  box.type = "checkbox";
+  box.addEventListener("change", () => turn((_, other) => other === r, box.checked));
+  cell.append(box);
+  row.append(cell, make("td", "", run.name), make("td", "", data.groups[run.group].name),
+    make("td", "", run.first + " to " + run.last + " (" + run.steps + ")"),
+    make("td", "", run.source + ": " + run.path), make("td", "problems", run.problems.join(" ")));
+  $("runs").querySelector("tbody").append(row);
+});
+$("about").textContent = "A group's line is the mean over its seeds at each step; where some of them have no "
+  + "value it is dotted. The standard deviation is that of a sample (n - 1). Smoothing is the mean of the last "
+  + "steps, of each seed before they meet; the values themselves stay faintly visible. "
+  + "Training time is the sum of the steps' own, without validation and checkpoints." + (data.width > 1
+  ? " Long series are thinned out to the mean of " + data.width + " steps; their range is the band of a "
+  + "single run and of \"mean and range\"." : "");
+$("x").addEventListener("change", () => { state.x = $("x").value; apply(); });
+$("band").addEventListener("change", () => { state.band = $("band").value; apply(); });
+$("log").addEventListener("change", () => { state.log = $("log").checked; state.flip.clear(); apply(); });
+$("smooth").addEventListener("input", () => {
+  state.smooth = Math.round(widest ** (Number($("smooth").value) / 100));
+  apply();
+});
+window.addEventListener("hashchange", restore);
+window.addEventListener("scroll", soon, { passive: true });
+window.addEventListener("resize", () => { for (const panel of panels) panel.dirty = true; soon(); });
+window.addEventListener("beforeprint", () => { for (const panel of panels) if (panel.dirty) paint(panel); });
+restore();
+"""

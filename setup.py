@@ -151,7 +151,7 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_ext", "verl_ext.*"]),
-    package_data={"verl_ext": ["py.typed", "rollout/prompts/*.txt"]},
+    package_data={"verl_ext": ["py.typed", "rollout/prompts/*.txt", "reproduce/sources.yaml"]},
     include_package_data=False,
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.recipes import recipe_root, recipes
+from verl_ext.reproduce.tables import table_paths
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE", "Makefile")
@@ -29,11 +30,13 @@ if sys.argv[2] == "site":
     site.addsitedir(sys.argv[1])
 import importlib.util
 import verl_ext.recipes as r
+import verl_ext.reproduce.tables as t
 folder = r.recipe_root() / "recipe"
 files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.yaml"))
 print(json.dumps({
     "root": str(r.recipe_root()), "uri": r.search_path_uri(), "files": files,
-    "names": [x.name for x in r.recipes()], "module": importlib.util.find_spec("recipe") is not None,
+    "names": [x.name for x in r.recipes()], "tables": list(t.table_paths()),
+    "module": importlib.util.find_spec("recipe") is not None,
 }))
 """
 
@@ -99,6 +102,8 @@ def test_wheel_carries_the_recipes(built: dict[str, Path], source: str, tmp_path
     found = probe(install(built[source], tmp_path / "site"))
     assert found["files"] == expected_files()
     assert found["names"] == expected_names()
+    assert found["tables"] == list(table_paths()) and "otb/samples" in found["tables"]
+    assert (tmp_path / "site" / "verl_ext" / "reproduce" / "sources.yaml").is_file()
     assert Path(found["root"]) == tmp_path / "site" / "verl_ext" / "_recipes"
     assert found["uri"] == f"file://{found['root']}"
     assert not found["module"], "the wheel installs an importable package named `recipe`"

@@ -48,6 +48,24 @@ class UsageError(ValueError):
     """The command line cannot be carried out; the message says what to type instead."""
 
 
+def check_overrides(words: Sequence[str], command: str) -> None:
+    """Refuse what is left of a command line unless it is an override for verl's trainer.
+
+    Args:
+        words: left over.
+        command: of verl-ext, for the message.
+
+    Raises:
+        UsageError: a word is no Hydra override.
+    """
+    for override in words:
+        if not _OVERRIDE.match(override):
+            raise UsageError(
+                f"{override!r} is neither an option of `verl-ext {command}` (see --help) nor a Hydra override: "
+                "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
+            )
+
+
 # --- list ---------------------------------------------------------------------------------------------------------
 
 
@@ -191,12 +209,7 @@ def _run_demo(args: argparse.Namespace) -> int:
     args.recipe = _split(args.recipe or ["trloo"])
     for name in args.recipe:
         find_recipe(name)
-    for override in [*args.extras, *args.overrides]:
-        if not _OVERRIDE.match(override):
-            raise UsageError(
-                f"{override!r} is neither an option of `verl-ext demo` (see --help) nor a Hydra override: "
-                "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
-            )
+    check_overrides([*args.extras, *args.overrides], "demo")
     args.overrides = [*args.overrides, *args.extras]
     from verl_ext.demo import run
 
@@ -224,6 +237,41 @@ def _run_rollouts(args: argparse.Namespace) -> int:
         return command.run(args)
     except TranscriptError as error:
         print(f"verl-ext rollouts: {error}", file=sys.stderr)
+        return 1
+
+
+# --- reproduce ----------------------------------------------------------------------------------------------------
+
+
+def _reproduce_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.reproduce import command
+
+    command.arguments(parser)
+
+
+def _run_reproduce(args: argparse.Namespace) -> int:
+    from verl_ext.reproduce import command
+
+    return command.run(args)
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.report import command
+
+    command.arguments(parser)
+
+
+def _run_report(args: argparse.Namespace) -> int:
+    from verl_ext.report import command
+    from verl_ext.report.logs import LogError
+
+    try:
+        return command.run(args)
+    except LogError as error:
+        print(f"verl-ext report: {error}", file=sys.stderr)
         return 1
 
 
@@ -260,7 +308,15 @@ COMMANDS = (
     Command("show", "what a recipe changes against verl's defaults, key by key", _show_arguments, _run_show),
     Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
+    Command(
+        "reproduce",
+        "the tables of the papers: what they are, run them, collect them",
+        _reproduce_arguments,
+        _run_reproduce,
+        extras=True,
+    ),
     Command("rollouts", "read the rollouts of a run, as text or in a browser", _rollouts_arguments, _run_rollouts),
+    Command("report", "compare runs: one page of curves, and pictures", _report_arguments, _run_report),
     Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
 )
 

@@ -104,7 +104,12 @@ def _register_search_path(hydra: Any) -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    from verl_ext.recipes import search_path_uri
+    from verl_ext.recipes import is_table, search_path_uri, table_message
+
+    for name in [name for argument in sys.argv[1:] for name in _recipes_in(argument)]:
+        if "/" in name and is_table(name):
+            # Hydra would merge the table into the configuration and train without any recipe.
+            raise SystemExit(f"verl_ext: {table_message(name)}")
 
     class RecipeSearchPath(SearchPathPlugin):
         """Appends the folder that holds the recipes, after verl's own."""

@@ -32,6 +32,9 @@ KINDS = ("estimator", "loss", "vocabulary", "rollout", "platform", "baseline")
 
 PACKAGE_LINE = "# @package _global_"
 
+TABLE_LINE = "# verl-ext table"
+"""First line of the files beside the recipes that describe paper tables (:mod:`verl_ext.reproduce.tables`)."""
+
 _HEADER_FIELD = re.compile(r"^(summary|paper|kind):\s*(.*)$")
 
 
@@ -160,8 +163,28 @@ def find_recipe(name: str) -> Recipe:
     """
     known = {recipe.name: recipe for recipe in recipes()}
     if name not in known:
+        if is_table(name):
+            raise UnknownRecipeError(table_message(name))
         raise UnknownRecipeError(f"unknown recipe {name!r}{suggestion(name, list(known))}")
     return known[name]
+
+
+def is_table(name: str) -> bool:
+    """Whether ``recipe/<name>.yaml`` is the table of a paper and not a recipe."""
+    try:
+        path = recipe_root() / GROUP / f"{name}.yaml"
+        with path.open(encoding="utf-8") as file:
+            return file.readline().strip() == TABLE_LINE
+    except (OSError, ValueError, RecipeError):
+        return False
+
+
+def table_message(name: str) -> str:
+    """What to say to somebody who asks for a table as if it were a recipe."""
+    return (
+        f"{name!r} is the table of a paper, not a recipe: see `verl-ext reproduce plan {name}` and "
+        f"`verl-ext reproduce run {name}`; the recipe is {name.split('/')[0]!r}."
+    )
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

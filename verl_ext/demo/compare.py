@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.demo import run
-from verl_ext.demo.curve import COLOURS, Point, draw_references, read_metrics, smooth
+from verl_ext.demo.curve import COLOURS, Point, draw_references, estimated, read_metrics, smooth
 from verl_ext.demo.tasks import TASKS, DemoTask
 from verl_ext.recipes import RecipeError, find_recipe
 
@@ -70,9 +70,7 @@ def complete(
         print(f"{recipe}, seed {seed}: complete in {folder}", flush=True)
         return found, 0
     print(f"\n{recipe}, seed {seed}:", flush=True)
-    code = run.main(
-        argparse.Namespace(recipe=names, task=task.name, steps=steps, seed=seed, out=folder, overrides=list(overrides))
-    )
+    code = run.run_task(task, names, steps=steps, seed=seed, out=folder, extra=overrides)
     return finished(folder, task, names, steps), code
 
 
@@ -118,15 +116,26 @@ def agent_norms(points: Sequence[Point], agent: str) -> dict[int, float]:
     return {step: norm for step, norm in norms.items() if norm is not None}
 
 
+def agent_peaks(points: Sequence[Point], agent: str) -> dict[int, float]:
+    """:meth:`Point.agent_peak` by step."""
+    peaks = {point.step: point.agent_peak(agent) for point in points}
+    return {step: norm for step, norm in peaks.items() if norm is not None}
+
+
 def agent_scores(points: Sequence[Point], agent: str) -> dict[int, float]:
     """Mean score of an agent's rows by step."""
     return {point.step: point.agents[agent].score for point in points if agent in point.agents}
 
 
-def spike(norms: Mapping[int, float]) -> float:
-    """How far the largest norm stands out: over the median of all steps. NaN without a positive median."""
+def spike(norms: Mapping[int, float], peaks: Mapping[int, float]) -> float:
+    """How far the largest norm stands out: the largest peak over the median norm. NaN without a positive median.
+
+    Args:
+        norms: mean of a step's updates, by step.
+        peaks: largest of a step's updates, by step.
+    """
     middle = statistics.median(norms.values()) if norms else 0.0
-    return max(norms.values()) / middle if middle > 0 else math.nan
+    return max(peaks.values()) / middle if middle > 0 else math.nan
 
 
 def draw_comparison(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask, path: Path) -> None:
@@ -160,9 +169,11 @@ def draw_comparison(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask, 
         }
         _bands(axes[0, 1], norms, width=1)
         axes[0, 1].set_ylabel("norm of the gradient, all rows")
+    guess = any(estimated(one.points, task.agents) for seeds in runs.values() for one in seeds.values())
+    norm_label = "norm of its gradient" + (" (estimate)" if guess else "")
     for row, agent in enumerate(task.agents, start=1):
         for column, (what, width, label) in enumerate(
-            ((agent_scores, 5, "score of its rows"), (agent_norms, 1, "norm of its gradient (estimate)"))
+            ((agent_scores, 5, "score of its rows"), (agent_norms, 1, norm_label))
         ):
             curves = {name: [what(one.points, agent) for one in seeds.values()] for name, seeds in runs.items()}
             _bands(axes[row, column], curves, width=width)
@@ -192,7 +203,8 @@ def report(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask) -> dict[s
 
     Returns:
         ``task`` and by recipe ``seeds``, ``reward_before`` and ``reward_after`` (one value a seed, from the runs'
-        summaries) and for a team by agent ``score_after``, ``energy_share_after`` and ``norm_spike`` (:func:`spike`).
+        summaries) and for a team by agent ``score_after``, ``energy_share_after``, ``grad_norm_median`` of the steps,
+        ``norm_spike`` (:func:`spike`) and whether these norms are ``estimated``.
     """
     out: dict[str, Any] = {"task": task.name, "recipes": {}}
     for name, seeds in runs.items():
@@ -208,7 +220,13 @@ def report(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask) -> dict[s
             entry["agents"][agent] = {
                 "score_after": [summary["agents"][agent]["score_after"] for summary in summaries],
                 "energy_share_after": [summary["agents"][agent]["energy_share_after"] for summary in summaries],
-                "norm_spike": [spike(agent_norms(one.points, agent)) for one in seeds.values()],
+                "grad_norm_median": [
+                    statistics.median(agent_norms(one.points, agent).values() or [math.nan]) for one in seeds.values()
+                ],
+                "norm_spike": [
+                    spike(agent_norms(one.points, agent), agent_peaks(one.points, agent)) for one in seeds.values()
+                ],
+                "estimated": [estimated(one.points, [agent]) for one in seeds.values()],
             }
         out["recipes"][name] = entry
     return out

@@ -38,44 +38,52 @@ def main(args: Any) -> int:
     Returns:
         Exit code: 0, 2 for a task that cannot be chosen, 130 after Ctrl-C, else that of the trainer.
     """
-    started = time.time()
     recipes = [name for name in args.recipe if name != "cpu"]
     try:
         task = choose(recipes, getattr(args, "task", None))
     except DemoError as error:
         print(f"verl-ext demo: {error}", file=sys.stderr)
         return 2
-    out = Path(args.out).absolute()
-    out.mkdir(parents=True, exist_ok=True)
     steps = task.settings.steps if args.steps is None else args.steps
+    return run_task(task, recipes, steps=steps, seed=args.seed, out=Path(args.out), extra=args.overrides)
+
+
+def run_task(
+    task: DemoTask, recipes: Sequence[str], *, steps: int, seed: int, out: Path, extra: Sequence[str] = ()
+) -> int:
+    """Prepare a task, train on it in a folder, and write the run's summary and curve there.
+
+    Args:
+        task: to train on.
+        recipes: without the task's companions and ``cpu``.
+        steps: training steps.
+        seed: of model, data and training.
+        out: folder of the run; a run that was interrupted there goes on from its checkpoint.
+        extra: Hydra overrides, applied last.
+
+    Returns:
+        Exit code of the trainer; 130 after Ctrl-C.
+    """
+    started = time.time()
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
     print(f"task {task.name}: {task.summary}", flush=True)
 
-    assets = task.prepare(seed=args.seed)
+    assets = task.prepare(seed=seed)
     chance = task.chance(assets)
     prepared = time.time()
-    words = [*overrides(task, recipes, assets, out, steps, args.seed), *args.overrides]
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
-    metrics_path = out / "metrics.jsonl"
-    environment = {"VERL_FILE_LOGGER_PATH": str(metrics_path)}
-    shown = " ".join([f"{key}={shlex.quote(value)}" for key, value in environment.items()] + [_short(command)])
-    (out / "command.txt").write_text(shown + "\n", encoding="utf-8")
-    print(f"\n{shown}\n", flush=True)
-
-    code = train(command, environment, out, steps)
-    composed = out / "hydra" / ".hydra" / "config.yaml"
-    if composed.exists():
-        shutil.copyfile(composed, out / "config.yaml")
+    code = start_trainer([*overrides(task, recipes, assets, out, steps, seed), *extra], out, steps)
     if code != 0:
         return code
 
-    points = read_metrics(metrics_path)
-    summary = summarize(points, recipes, args.seed, steps, task, chance)
+    points = read_metrics(out / "metrics.jsonl")
+    summary = summarize(points, recipes, seed, steps, task, chance)
     summary["seconds"] = {"prepare": round(prepared - started, 1), "train": round(time.time() - prepared, 1)}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     draw(
         points,
         out / "reward.png",
-        title=f"{' + '.join(recipes)} on the {task.name} task, seed {args.seed}",
+        title=f"{' + '.join(recipes)} on the {task.name} task, seed {seed}",
         references=references(summary),
         agents=task.agents,
     )
@@ -104,7 +112,30 @@ def _short(command: Sequence[str]) -> str:
     return " ".join(["python", *(shlex.quote(word) for word in command[1:])])
 
 
-def train(command: Sequence[str], environment: Mapping[str, str], out: Path, steps: int) -> int:
+def start_trainer(words: Sequence[str], out: Path, steps: int | None) -> int:
+    """Run verl's trainer in a folder: writes ``command.txt``, ``log.txt``, ``metrics.jsonl`` and ``config.yaml``.
+
+    Args:
+        words: Hydra overrides.
+        out: folder of the run, an absolute path.
+        steps: training steps, for the line of progress; None: not known.
+
+    Returns:
+        The trainer's exit code; 130 after Ctrl-C.
+    """
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+    environment = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    shown = " ".join([f"{key}={shlex.quote(value)}" for key, value in environment.items()] + [_short(command)])
+    (out / "command.txt").write_text(shown + "\n", encoding="utf-8")
+    print(f"\n{shown}\n", flush=True)
+    code = train(command, environment, out, steps)
+    composed = out / "hydra" / ".hydra" / "config.yaml"
+    if composed.exists():
+        shutil.copyfile(composed, out / "config.yaml")
+    return code
+
+
+def train(command: Sequence[str], environment: Mapping[str, str], out: Path, steps: int | None) -> int:
     """Run verl's trainer as a child process, its output in ``<out>/log.txt``, with a line of progress.
 
     Ctrl-C reaches the child as well; it is given time to shut Ray down.
@@ -176,7 +207,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 class Progress:
     """One line that is rewritten on a terminal, and a line every few steps elsewhere."""
 
-    def __init__(self, metrics_path: Path, steps: int) -> None:
+    def __init__(self, metrics_path: Path, steps: int | None) -> None:
         self.path, self.steps = metrics_path, steps
         self.started = time.time()
         self.shown = ""
@@ -193,8 +224,11 @@ class Progress:
             if self.first is None:
                 self.first = (step, time.time())
             rate = (time.time() - self.first[1]) / max(step - self.first[0], 1) if step > self.first[0] else 0.0
-            left = f", about {rate * (self.steps - step):.0f} s left" if rate and not last else ""
-            text = f"step {step}/{self.steps}  reward {done[-1].train_reward:.3f}{left}"
+            left, of = "", ""
+            if self.steps is not None:
+                of = f"/{self.steps}"
+                left = f", about {rate * (self.steps - step):.0f} s left" if rate and not last else ""
+            text = f"step {step}{of}  reward {done[-1].train_reward:.3f}{left}"
         if sys.stdout.isatty():
             print(f"\r\033[K{waited:5.0f} s  {text}", end="\n" if last else "", flush=True)
         elif text.split(",")[0] != self.shown:

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every full-scale cell against verl's own configuration and checks, and the launch scripts against the tables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl  # noqa: F401  (loads the plugin)
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+
+from verl_ext.integration import launch
+from verl_ext.reproduce import needs, plan, scripts
+from verl_ext.reproduce.prepare import find_source
+from verl_ext.reproduce.tables import Cell, Table, find_table, tables
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "reproduce"
+TABLES = tables()
+#: Every cell; those after a table's first two are marked slow, since each composition takes a third of a second.
+CELLS = [
+    pytest.param(table, table.full.cells[name], id=f"{table.name}-{name}", marks=[pytest.mark.slow] * (place > 1))
+    for table in TABLES
+    for place, name in enumerate(reversed(table.full.runnable))
+]
+INPUTS = {
+    "RETRIEVER_URL": "http://127.0.0.1:8000/retrieve",
+    "COLD_START_MODEL": "/models/cold_start",
+    "KERNEL_AGENT_LOOP": "/loops/kernel.yaml",
+    "ALFWORLD_DATA": "/games",
+    "PYTHONPATH": os.environ.get("PYTHONPATH", "/webshop"),
+}
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+VALIDATION = f"{ROLLOUT}.val_kwargs"
+
+#: What the launch scripts of the papers say, typed from them, by table.
+PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
+    "dr_mas/math": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-4B",
+        "data.train_batch_size": 32,
+        f"{ROLLOUT}.n": 8,
+        "data.max_prompt_length": 8192,
+        "data.max_response_length": 4096,
+        f"{ACTOR}.optim.lr": 1e-6,
+        "verl_ext.updates_per_batch": 1,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.entropy_coeff": 0,
+        "verl_ext.orchestra.options.max_loops": 2,
+        "algorithm.dr_mas.invalid_action_penalty_coef": 0.1,
+        "algorithm.dr_mas.epsilon": 1e-6,
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        f"{ROLLOUT}.temperature": 1.0,
+        f"{VALIDATION}.temperature": 0.6,
+        f"{VALIDATION}.top_p": 0.95,
+        f"{VALIDATION}.n": 16,
+        "trainer.total_epochs": 2,
+        "trainer.n_gpus_per_node": 4,
+        "data.apply_chat_template_kwargs.enable_thinking": False,
+    },
+    "dr_mas/search": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B",
+        "data.train_batch_size": 128,
+        f"{ROLLOUT}.n": 5,
+        "data.max_prompt_length": 4096,
+        "data.max_response_length": 800,
+        f"{ACTOR}.optim.lr": 1e-6,
+        "verl_ext.updates_per_batch": 5,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.entropy_coeff": 0.001,
+        "verl_ext.orchestra.options.max_steps": 4,
+        "verl_ext.orchestra.options.top_k": 3,
+        "algorithm.dr_mas.invalid_action_penalty_coef": 0.01,
+        f"{VALIDATION}.temperature": 0.6,
+        f"{VALIDATION}.top_p": 0.95,
+        f"{VALIDATION}.n": 16,
+        "trainer.total_epochs": 1,
+    },
+    "trloo/kernelbench": {
+        "data.train_batch_size": 16,
+        f"{ROLLOUT}.n": 16,
+        "data.max_prompt_length": 10240,
+        "data.max_response_length": 8192,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.optim.lr_scheduler_type": "constant",
+        f"{ACTOR}.optim.weight_decay": 0.01,
+        f"{ACTOR}.ppo_mini_batch_size": 16,
+        "verl_ext.updates_per_batch": 1,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+        f"{ACTOR}.loss_scale_factor": 1000,
+        f"{ACTOR}.grad_clip": 1.0,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.entropy_coeff": 0,
+        f"{ROLLOUT}.temperature": 1.0,
+        f"{ROLLOUT}.top_p": 1.0,
+        f"{ROLLOUT}.top_k": -1,
+        "trainer.total_training_steps": 300,
+        f"{VALIDATION}.n": 8,
+        f"{VALIDATION}.temperature": 1.0,
+        f"{VALIDATION}.top_p": 0.95,
+        "algorithm.gamma": 1.0,
+        "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.999_1.001",
+        "algorithm.rollout_correction.rollout_is": None,
+    },
+    "hgpo/alfworld": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "data.train_batch_size": 16,
+        f"{ROLLOUT}.n": 8,
+        "data.max_prompt_length": 4096,
+        "data.max_response_length": 512,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.01,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.2,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ACTOR}.loss_agg_mode": "token-mean",
+        f"{ACTOR}.entropy_coeff": 0.001,
+        "trainer.total_training_steps": 160,
+        f"{ROLLOUT}.temperature": 1.0,
+        f"{VALIDATION}.temperature": 0.4,
+        "verl_ext.environment.max_steps": 50,
+        "verl_ext.environment.reward_scale": 10.0,
+        "algorithm.gamma": 0.95,
+    },
+    "hgpo/alfworld_7b": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct",
+        "verl_ext.environment.max_steps": 50,
+        "trainer.total_training_steps": 160,
+        "algorithm.gamma": 0.95,
+    },
+    "hgpo/webshop": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "data.max_prompt_length": 4096,
+        "verl_ext.environment.max_steps": 30,
+        f"{ACTOR}.ppo_mini_batch_size": 8,  # times 8 samples: 64 rows
+        "trainer.total_training_steps": 160,
+        f"{ACTOR}.kl_loss_coef": 0.01,
+        "algorithm.gamma": 0.95,
+    },
+    "hgpo/webshop_7b": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct",
+        "verl_ext.environment.max_steps": 30,
+    },
+    "gigpo/alfworld": {
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 512,
+        "data.train_batch_size": 16,
+        f"{ROLLOUT}.n": 8,
+        "verl_ext.environment.max_steps": 50,
+        "trainer.total_training_steps": 150,
+    },
+    "gigpo/webshop": {
+        "data.max_prompt_length": 4096,
+        "verl_ext.environment.max_steps": 15,
+        f"{ACTOR}.ppo_mini_batch_size": 8,
+    },
+    "kpo/math": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-4B",
+        "data.train_batch_size": 32,
+        f"{ROLLOUT}.n": 8,
+        f"{ACTOR}.ppo_mini_batch_size": 8,
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 4096,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.05,
+        f"{ACTOR}.optim.weight_decay": 0.1,
+        f"{ACTOR}.grad_clip": 1.0,
+        f"{ROLLOUT}.temperature": 1.0,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.entropy_coeff": 0,
+        "trainer.total_epochs": 2,
+        "trainer.n_gpus_per_node": 2,
+        f"{VALIDATION}.n": 16,
+        f"{VALIDATION}.temperature": 1.0,
+        f"{VALIDATION}.top_p": 0.7,
+        "data.apply_chat_template_kwargs.enable_thinking": False,
+    },
+    "otb/samples": {
+        "data.train_batch_size": 64,
+        f"{ACTOR}.optim.lr": 1e-6,
+        "data.max_response_length": 16384,
+        f"{ACTOR}.ppo_mini_batch_size": 64,
+    },
+    "dvp/stability": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-8B-Base",
+        "data.train_batch_size": 64,
+        f"{ACTOR}.ppo_mini_batch_size": 64,
+        f"{ROLLOUT}.n": 8,
+        "data.max_response_length": 8192,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.clip_ratio_c": 10.0,
+        f"{ACTOR}.use_kl_loss": False,
+        "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    },
+}
+
+#: What single cells say.
+CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("dr_mas/math", "dr_mas"): {"algorithm.mix": {"dr_mas": 1.0}, "algorithm.dr_mas.level": "agent"},
+    ("dr_mas/math", "grpo"): {"algorithm.dr_mas.level": "global"},
+    ("dr_mas/search", "grpo"): {"algorithm.dr_mas.level": "global"},
+    ("trloo/kernelbench", "trloo"): {"algorithm.trloo.baseline": "leave_one_out", "algorithm.trloo.batch_std": False},
+    ("trloo/kernelbench", "grpo_turn"): {"algorithm.trloo.baseline": "mean"},
+    ("hgpo/alfworld", "hgpo_k4"): {
+        "algorithm.hgpo.history_length": 4,
+        "algorithm.hgpo.mode": "mean_std_norm",
+        "algorithm.hgpo.length_weight_alpha": 1.0,
+        "algorithm.hgpo.base_group": False,
+        "algorithm.hgpo.invalid_action_penalty_coef": 0.1,
+    },
+    ("hgpo/alfworld", "hgpo_k2"): {"algorithm.hgpo.history_length": 2},
+    ("hgpo/alfworld", "gigpo_k4"): {
+        "algorithm.gigpo.mode": "mean_std_norm",
+        "algorithm.gigpo.step_advantage_w": 1.0,
+        "verl_ext.environment.history_length": 4,
+    },
+    ("hgpo/webshop", "hgpo_k4"): {"algorithm.hgpo.mode": "mean_norm"},
+    ("hgpo/webshop", "gigpo_k4"): {"algorithm.gigpo.mode": "mean_norm"},
+    ("kpo/math", "kpo"): {
+        f"{ACTOR}.policy_loss.loss_mode": "kpo",
+        f"{ACTOR}.policy_loss.kalman_q": 1e-6,
+        f"{ACTOR}.policy_loss.kalman_r": 1.0,
+        f"{ACTOR}.policy_loss.is_clip": True,
+        f"{ACTOR}.clip_ratio_low": 3e-4,
+        f"{ACTOR}.clip_ratio_high": 4e-4,
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+    },
+    ("kpo/math", "kpo_unclipped"): {f"{ACTOR}.policy_loss.is_clip": False, f"{ACTOR}.policy_loss.kalman_q": 1e-4},
+    ("kpo/math", "grpo"): {
+        f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.4,
+    },
+    ("kpo/math", "gspo"): {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+    ("kpo/math", "gmpo"): {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"},
+    ("otb/samples", "otb_n4"): {f"{ROLLOUT}.n": 4, "algorithm.mix": {"otb": 1.0}},
+    ("otb/samples", "group_mean_n4"): {f"{ROLLOUT}.n": 4, "algorithm.norm_adv_by_std_in_grpo": False},
+    ("otb/samples", "group_mean_n32"): {f"{ROLLOUT}.n": 32, "algorithm.norm_adv_by_std_in_grpo": False},
+    ("dvp/stability", "dvp"): {"dvp.rho": 6.144e-6, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1},
+    ("dvp/stability", "dvp_bypass"): {
+        "algorithm.rollout_correction.bypass_mode": True,
+        "algorithm.rollout_correction.loss_type": "reinforce",
+        f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """Hydra's global state and the environment as they were."""
+    saved = dict(os.environ)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def overrides(table: Table, cell: Cell) -> list[str]:
+    words = plan.full_words(table, cell, 1, "/runs/here", "/data")
+    return [plan.expand(word, table.full.needs.inputs, INPUTS) for word in words]
+
+
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+@pytest.mark.parametrize(("table", "cell"), CELLS)
+def test_cell_composes_and_is_valid(table: Table, cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose("ppo_trainer", overrides=overrides(table, cell))
+    launch.prepare(config)
+    OmegaConf.resolve(config)
+    assert not need_critic(config)
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    assert "checks passed" in capsys.readouterr().out
+    assert config.actor_rollout_ref.rollout.name == "vllm" and config.trainer.device == "cuda"
+    room = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= room, "the longest row must fit in a micro-batch"
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % config.trainer.n_gpus_per_node == 0
+    assert config.trainer.n_gpus_per_node % config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
+    assert not config.actor_rollout_ref.model.get("use_fused_kernels", False)
+    expected = {**PUBLISHED_SETTINGS.get(table.name, {}), **CELL_SETTINGS.get((table.name, cell.name), {})}
+    assert {key: plain(OmegaConf.select(config, key)) for key in expected} == expected
+
+
+def test_the_expectations_name_tables_and_cells() -> None:
+    names = {table.name: table.full.runnable for table in TABLES}
+    assert set(PUBLISHED_SETTINGS) == set(names) - {"trloo/kernelbench_14b"}
+    assert all(cell in names[table] for table, cell in CELL_SETTINGS)
+
+
+def test_both_kernelbench_tables_differ_in_the_model_only() -> None:
+    small, large = (find_table(f"trloo/kernelbench{ending}").full for ending in ("", "_14b"))
+    differing = {key for key in {**small.overrides, **large.overrides} if small.overrides[key] != large.overrides[key]}
+    assert differing == {f"{ROLLOUT}.tensor_model_parallel_size"}
+    assert small.models != large.models
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_metrics_can_be_logged(table: Table) -> None:
+    """Keys of validation metrics name data sources of the table, and the number of samples that it draws."""
+    sources = {find_source(name).data_source or find_source(name).base for name in table.full.data["val"]}
+    for cell in (table.full.cells[name] for name in table.full.runnable):
+        samples = plan.merged(table.full.overrides, cell.overrides).get(f"{VALIDATION}.n", 1)
+        for metric in table.full.metrics.values():
+            for key in metric.options.get("keys", ()):
+                if key.startswith(("val-core/", "val-aux/")):
+                    section, _, rest = key.partition("/")
+                    assert any(rest.startswith((f"{source}/", "*/")) for source in sources), key
+                    assert rest.endswith(f"/mean@{samples}"), key
+            if "source" in metric.options:
+                assert metric.options["source"] in {*sources, "*"}
+            if metric.kind == "pass_at_k":
+                assert metric.options["k"] <= samples
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_data_sets_are_known(table: Table) -> None:
+    assert needs.data_names(table.full)
+    assert all(find_source(name).name == name for name in needs.data_names(table.full))
+
+
+# --- launch scripts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_script_in_examples_is_made_from_the_table(table: Table) -> None:
+    path = SCRIPTS / scripts.file_name(table)
+    remedy = "run python -m verl_ext.reproduce.scripts --write examples/reproduce"
+    assert path.is_file(), remedy
+    assert path.read_text(encoding="utf-8") == scripts.script(table), remedy
+
+
+def test_no_script_is_left_over() -> None:
+    assert {path.name for path in SCRIPTS.glob("*.sh")} == {scripts.file_name(table) for table in TABLES}
+
+
+def run_script(path: Path, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script with a `python` that writes down its words and the metrics file instead of training."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    listing = tools / "python"
+    listing.write_text('#!/bin/sh\necho "$VERL_FILE_LOGGER_PATH"\nfor word in "$@"; do echo "$word"; done\n')
+    listing.chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    return subprocess.run(
+        [bash, str(path), *arguments],
+        env={"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(folder), **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_script_says_what_run_says(table: Table, tmp_path: Path) -> None:
+    for cell in (table.full.cells[name] for name in table.full.runnable):
+        given = {name: INPUTS[name] for name in table.full.needs.inputs}
+        done = run_script(
+            SCRIPTS / scripts.file_name(table),
+            tmp_path,
+            cell.name,
+            "1",
+            "a=b",
+            DATA="/data",
+            OUT=str(tmp_path),
+            **given,
+        )
+        assert done.returncode == 0, done.stderr
+        run = tmp_path / table.folder / "full" / cell.name / "seed_1"
+        assert run.is_dir()
+        metrics, *words = done.stdout.splitlines()
+        assert metrics == str(run / "metrics.jsonl")
+        assert words[:2] == ["-m", "verl.trainer.main_ppo"] and words[-1] == "a=b"
+        expected = plan.full_words(table, cell, 1, run, "/data")
+        expected = [plan.expand(word, table.full.needs.inputs, given) for word in expected]
+        assert sorted(words[2:-1]) == sorted(expected)
+
+
+def test_script_without_what_it_needs(tmp_path: Path) -> None:
+    path = SCRIPTS / "dr_mas_search.sh"
+    for arguments, environment, message in (
+        ((), {}, "usage: bash dr_mas_search.sh CELL"),
+        (("grpo",), {}, "RETRIEVER_URL"),
+        (("gpro",), {"RETRIEVER_URL": "http://host"}, "CELL is grpo|dr_mas"),
+    ):
+        done = run_script(path, tmp_path, *arguments, OUT=str(tmp_path / "out"), **environment)
+        assert done.returncode != 0 and message in done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_scripts_are_written_and_old_ones_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gone.sh").write_text("# python -m verl_ext.reproduce.scripts --write examples/reproduce\n")
+    (tmp_path / "own.sh").write_text("echo mine\n")
+    assert scripts.main(["--write", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(TABLES)
+    assert {path.name for path in tmp_path.glob("*.sh")} == {"own.sh", *map(scripts.file_name, TABLES)}
+    assert scripts.main(["kpo"]) == 0
+    assert capsys.readouterr().out == scripts.script(find_table("kpo/math"))
+    assert scripts.main(["nothing"]) == 2
+    assert "unknown table 'nothing'" in capsys.readouterr().err

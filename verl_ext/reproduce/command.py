@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-ext reproduce``: list, plan, prepare, run, collect and script. Imports nothing heavy before it must."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_ext.reproduce import needs, plan, runs
+from verl_ext.reproduce.tables import (
+    SCALES,
+    Cell,
+    Scale,
+    Table,
+    TableError,
+    UnknownTableError,
+    find_cells,
+    find_table,
+    scale_of,
+    tables,
+)
+
+EPILOG = """\
+TABLE is <method>/<table>, or the method alone for its default table.
+
+  verl-ext reproduce list                       the tables, and what can run here
+  verl-ext reproduce plan otb                   the exact commands of a table, and what it costs
+  verl-ext reproduce run otb --scale laptop     run it on this machine's CPU, ending with the table
+  verl-ext reproduce prepare otb --from FOLDER  the data sets of the full scale, from local files
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``verl-ext reproduce``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    actions.add_parser("list", help="every table, its cells, and what can run here")
+
+    one = _with_table(actions.add_parser("plan", help="exact commands, cost and open questions of a table"))
+    _scale(one)
+    _cells(one)
+    _out(one)
+    one.add_argument("--steps", type=_positive, default=None, help="training steps (default: the table's)")
+
+    one = _with_table(actions.add_parser("prepare", help="bring the data sets of a table into verl's format"))
+    one.add_argument("--from", dest="source", type=Path, default=None, help="local folder (default: from the hub)")
+    one.add_argument("--only", action="append", default=None, metavar="NAME", help="this data set alone")
+    one.add_argument("--any-count", action="store_true", help="take another number of rows than the expected one")
+    one.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache, where run looks)")
+
+    one = _with_table(actions.add_parser("run", help="run what is not complete, then collect"))
+    _scale(one)
+    _cells(one)
+    _out(one)
+    one.add_argument("--steps", type=_positive, default=None, help="training steps (default: the table's)")
+    one.add_argument(
+        "--submit", metavar="ADDRESS", default=None, help="as Ray jobs: address of the cluster's dashboard"
+    )
+    one.add_argument("--at-once", type=_positive, default=1, help="jobs that may run at the same time (default: 1)")
+    one.add_argument("--no-wait", action="store_true", help="submit all jobs now and return")
+    one.add_argument("--no-collect", action="store_true", help="do not write the table afterwards")
+    one.add_argument("--no-check", action="store_true", help="do not look first for GPUs, packages and data")
+    one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further Hydra overrides for verl's trainer")
+
+    one = _with_table(actions.add_parser("collect", help="write the table from the runs that are complete"))
+    _scale(one)
+    _out(one)
+
+    one = _with_table(actions.add_parser("script", help="print the launch script of a table"))
+
+
+def _with_table(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("table", metavar="TABLE", help="<method>/<table>, or a method for its default table")
+    return parser
+
+
+def _scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scale", default="full", metavar="|".join(SCALES), help="default: %(default)s")
+
+
+def _cells(parser: argparse.ArgumentParser) -> None:
+    # Of the form `--cell A B`, `--cell A --cell B` and `--cell A,B`; what has a `=` is an override that came after.
+    parser.add_argument("--cell", "--cells", nargs="+", action="extend", default=[], metavar="C", help="default: all")
+    parser.add_argument(
+        "--seeds", "--seed", nargs="+", action="extend", default=[], metavar="N", help="default: the table's"
+    )
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=runs.DEFAULT_OUT, help="folder of all runs (default: %(default)s)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``verl-ext reproduce``.
+
+    Returns:
+        0; 1 for a failure; 2 for what cannot be carried out as written; 130 after Ctrl-C.
+    """
+    from verl_ext.reproduce.submit import SubmitError
+
+    try:
+        return _ACTIONS[args.action](args)
+    except UnknownTableError as error:
+        return _fail(args, error, 2)
+    except (TableError, runs.RunError, SubmitError, ImportError) as error:
+        return _fail(args, error, 1)
+
+
+def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
+    print(f"verl-ext reproduce {args.action}: {error}", file=sys.stderr)
+    return code
+
+
+def _chosen(args: argparse.Namespace) -> tuple[Table, Scale]:
+    """The table and scale of a command; says so if the scale is another table's."""
+    asked = find_table(args.table)
+    table, scale = scale_of(asked, args.scale)
+    if table is not asked:
+        print(f"{asked.name} at {scale.name} scale is {table.name}, which tests the same claim.", file=sys.stderr)
+    return table, scale
+
+
+def _split(args: argparse.Namespace, name: str) -> list[str]:
+    """Values of ``--cell`` or ``--seeds``; overrides that they swallowed go back where they belong."""
+    values = getattr(args, name)
+    if hasattr(args, "overrides"):
+        args.overrides = [*[value for value in values if "=" in value], *args.overrides]
+        values = [value for value in values if "=" not in value]
+    return [part for value in values for part in value.split(",") if part]
+
+
+def _seeds(args: argparse.Namespace, scale: Scale) -> list[int]:
+    words = _split(args, "seeds")
+    for word in words:
+        if not word.isdecimal():
+            raise UnknownTableError(f"{word!r} is not a seed: a whole number of at least 0, such as {scale.seeds[0]}")
+    return list(dict.fromkeys(map(int, words))) or list(scale.seeds)
+
+
+#: Overrides that a run of a table cannot have, and what to do instead.
+_FIXED = {
+    "recipe": "the recipes are the cell's",
+    "data.seed": "use --seeds",
+    "actor_rollout_ref.rollout.seed": "use --seeds",
+    "trainer.total_training_steps": "use --steps",
+    "trainer.default_local_dir": "use --out",
+    "trainer.validation_data_dir": "use --out",
+    "hydra.run.dir": "use --out",
+}
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    from verl_ext.cli import UsageError, check_overrides
+
+    words = [*args.overrides, *args.extras]
+    check_overrides(words, f"reproduce {args.action}")
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key in _FIXED:
+            raise UsageError(f"{word!r} would take the run out of its table: {_FIXED[key]}")
+        if key == "trainer.logger" and "file" not in value:
+            raise UsageError(f"{word!r}: the table is collected from verl's file logger; add `file` to the list")
+    return words
+
+
+def _nothing_else(args: argparse.Namespace) -> None:
+    from verl_ext.cli import UsageError
+
+    if args.extras:
+        raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")
+
+
+# --- list ---------------------------------------------------------------------------------------------------------
+
+
+def _list(args: argparse.Namespace) -> int:
+    _nothing_else(args)
+    found = tables()
+    data = plan.data_home()
+    for table in found:
+        alias = f"  (alias {table.method})" if table.default else ""
+        print(f"{table.name}{alias}: {table.title}")
+        print(f"  paper:     {table.paper}")
+        counts = Counter(number.certainty for number in table.published)
+        marks = ", ".join(f"{counts[mark]} {mark}" for mark in counts)
+        print(f"  published: {plan.number(len(table.published), 'number')}{f' ({marks})' if marks else ''}")
+        for name in SCALES:
+            if name == "laptop" and table.laptop_of is not None:
+                print(f"  laptop:    that of {table.laptop_of}")
+                continue
+            scale = table.full if name == "full" else table.laptop
+            if scale is None:
+                continue
+            cells = find_cells(scale, None)
+            print(_wrapped(f"  {name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))
+            print(_wrapped(" " * 13, plan.cost(scale, cells, scale.seeds)))
+            missing = needs.lacks(table, scale, cells, data=data)
+            print(
+                _wrapped(
+                    " " * 13, "can run here" if not missing else "lacks here: " + "; ".join(m.what for m in missing)
+                )
+            )
+        print()
+    seen = needs.gpus()
+    print(f"Seen here: {plan.number(seen, 'GPU')}, {os.cpu_count()} CPU cores; data in {data}.")
+    print("Next: verl-ext reproduce plan TABLE, then verl-ext reproduce run TABLE [--scale laptop]")
+    return 0
+
+
+def _wrapped(first: str, text: str) -> str:
+    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False)
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> int:
+    table, scale = _chosen(args)
+    cells = find_cells(scale, _split(args, "cell"))
+    seeds = _seeds(args, scale)
+    _nothing_else(args)
+    print(f"{table.name}, {scale.name} scale: {table.title} ({table.paper})")
+    if scale.name == "laptop":
+        print("Laptop scale: a test of the claim's direction, not the paper's number.")
+    print(_wrapped("claim: ", scale.claim or table.claim))
+    print(_wrapped("cost:  ", plan.cost(scale, cells, seeds)))
+    if scale.name == "full":
+        if scale.hardware is not None and scale.hardware.note:
+            print(_wrapped("       ", f"hardware: {scale.hardware.note}"))
+        print(_wrapped("data:  ", ", ".join(needs.data_names(scale)) or "none"))
+        for place, text in enumerate(table.open):
+            print(_wrapped("open:  - " if place == 0 else "       - ", text))
+        print(_wrapped("published: ", f"in {table.published_in}" if table.published_in else "nothing"))
+        for number in table.published:
+            relative = f" relative to {number.relative_to}" if number.relative_to else ""
+            note = f" ({number.note})" if number.note else ""
+            print(f"  {number.cell}, {number.metric}: {number.value:g}{relative}, {number.certainty}{note}")
+        for variable, text in scale.needs.inputs.items():
+            print(_wrapped("needs: ", f"{variable}: {text}"))
+    missing = needs.lacks(table, scale, cells)
+    for one in missing:
+        print(_wrapped("lacks here: ", str(one)))
+    print(f"\nAll of it: verl-ext reproduce run {table.name} --scale {scale.name}")
+    for cell in cells:
+        for seed in seeds:
+            print(f"\n# {cell.name}, seed {seed}: {cell.label}")
+            if cell.note:
+                print(_wrapped("# ", cell.note).replace("\n  ", "\n# "))
+            print(_command(table, scale, cell, seed, args.steps, args.out.absolute()))
+    return 0
+
+
+def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | None, out: Path) -> str:
+    folder = runs.folder_of(out, table, scale, cell.name, seed)
+    if scale.name == "full":
+        words = plan.full_words(table, cell, seed, folder, steps=steps)
+        return plan.shown({}, ["python", "-m", "verl.trainer.main_ppo", *words], scale.needs.inputs)
+    # The demo makes the model and the data first, and prints verl's own command as it starts it.
+    words = plan.laptop_demo_words(table, cell)
+    where = ["--steps", str(steps or scale.steps), "--seed", str(seed), "--out", str(folder)]
+    return shlex.join(["verl-ext", "demo", *where, *words])
+
+
+# --- the others ---------------------------------------------------------------------------------------------------
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from verl_ext.reproduce import prepare
+
+    _nothing_else(args)
+    return prepare.main(
+        find_table(args.table), source=args.source, only=args.only, out=args.out, any_count=args.any_count
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from verl_ext.reproduce import submit
+    from verl_ext.reproduce.run import run as run_here
+
+    table, scale = _chosen(args)
+    cells = find_cells(scale, _split(args, "cell"))
+    seeds = _seeds(args, scale)
+    extra = _overrides(args)
+    if scale.name == "laptop":
+        print("Laptop scale: a test of the claim's direction, not the paper's number.", flush=True)
+    if args.submit is not None:
+        return submit.main(
+            table,
+            scale,
+            cells,
+            seeds,
+            address=args.submit,
+            steps=args.steps,
+            out=args.out,
+            extra=extra,
+            wait=not args.no_wait,
+            at_once=args.at_once,
+        )
+    return run_here(
+        table,
+        scale,
+        cells,
+        seeds,
+        steps=args.steps,
+        out=args.out,
+        extra=extra,
+        collect=not args.no_collect,
+        check=not args.no_check,
+    )
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from verl_ext.reproduce import collect
+
+    _nothing_else(args)
+    table, scale = _chosen(args)
+    return collect.main(table, scale.name, args.out)
+
+
+def _script(args: argparse.Namespace) -> int:
+    from verl_ext.reproduce import scripts
+
+    _nothing_else(args)
+    print(scripts.script(find_table(args.table)), end="")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "plan": _plan,
+    "prepare": _prepare,
+    "run": _run,
+    "collect": _collect,
+    "script": _script,
+}

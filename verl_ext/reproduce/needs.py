@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scale of a table needs and this machine lacks, with the command that brings it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.reproduce import plan
+from verl_ext.reproduce.tables import Cell, Scale, Table
+
+#: Import name or distribution of a package to what installs it, where that is not its own name.
+_INSTALL = {
+    "vllm": "'verl-ext[vllm]'",
+    "sglang": "'verl-ext[sglang]'",
+    "math-verify": "'verl-ext[math]'",
+    "gymnasium": "'verl-ext[gymnasium]'",
+    "textworld": "'verl-ext[textworld]'",
+    "bm25s": "'verl-ext[search]'",
+}
+_ENGINE = "actor_rollout_ref.rollout.name"
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that is missing.
+
+    Attributes:
+        what: a few words.
+        remedy: a command or what to do, a sentence.
+    """
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+def gpus() -> int:
+    """GPUs that a process of this machine may use, counted without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name for name in visible.split(",") if name.strip()]
+        return len(names) if names != ["-1"] else 0
+    nvidia = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    amd = len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
+    # A node of the kernel's topology is a CPU where its gpu_id is 0.
+    if amd:
+        amd = sum(
+            path.read_text().strip() != "0" for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+        )
+    return nvidia + amd
+
+
+def has_package(name: str) -> bool:
+    """Whether a package is installed, by the name of its distribution or of its module."""
+    try:
+        importlib.metadata.distribution(name.replace("_", "-"))
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        module = name.replace("-", "_")
+        return module.isidentifier() and importlib.util.find_spec(module) is not None
+
+
+def packages(table: Table, cells: Sequence[Cell]) -> list[str]:
+    """Packages that full-scale cells need: the table's, and the rollout engine's."""
+    engines = {plan.merged(table.full.overrides, cell.overrides).get(_ENGINE) for cell in cells}
+    found = [*(name for name in ("vllm", "sglang") if name in engines), *table.full.needs.packages]
+    return list(dict.fromkeys(name.lower().replace("_", "-") for name in found))
+
+
+def data_names(scale: Scale) -> list[str]:
+    """Data sets of a scale, training first, each once."""
+    return list(dict.fromkeys(name for split in ("train", "val") for name in scale.data.get(split, ())))
+
+
+def lacks(
+    table: Table,
+    scale: Scale,
+    cells: Sequence[Cell],
+    extra: Sequence[str] = (),
+    data: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    sums: bool = False,
+) -> list[Lack]:
+    """What is missing on this machine to run cells; empty if they can be run.
+
+    Args:
+        table, scale, cells: to run.
+        extra: overrides of the user; a data file or number of GPUs that these say is not asked for.
+        data: folder of the prepared data (default: :func:`verl_ext.reproduce.plan.data_home`).
+        environment: variables (default: of this process).
+        sums: read the prepared data and compare its checksums, too.
+    """
+    environment = os.environ if environment is None else environment
+    found = [] if has_package("verl") else [Lack("verl is not installed", "pip install 'verl>=0.9.1,<0.10'")]
+    if scale.name == "laptop":
+        return found
+    for name in packages(table, cells):
+        if not has_package(name):
+            found.append(Lack(f"the package {name} is not installed", f"pip install {_INSTALL.get(name, name)}"))
+    for variable, text in scale.needs.inputs.items():
+        if not environment.get(variable):
+            found.append(Lack(f"the environment variable {variable} is not set", f"export {variable}=... ({text})"))
+    said = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in extra}
+    splits = [split for split in ("train", "val") if f"data.{split}_files" not in said]
+    found += _data(table, [name for split in splits for name in scale.data.get(split, ())], data, sums)
+    hardware = scale.hardware
+    if hardware is not None and not environment.get("RAY_ADDRESS"):
+        each = _count(said.get("trainer.n_gpus_per_node"), hardware.gpus_per_node)
+        nodes = _count(said.get("trainer.nnodes"), hardware.nodes)
+        seen = gpus()
+        if nodes > 1:
+            found.append(
+                Lack(
+                    f"{nodes} nodes with {each} GPUs each are needed",
+                    "start a Ray cluster on them and give --submit http://HEAD:8265",
+                )
+            )
+        elif seen < each:
+            found.append(
+                Lack(
+                    f"{each} GPUs are needed and {seen} are seen",
+                    "run it where they are, send it there with --submit http://HEAD:8265, or try --scale laptop",
+                )
+            )
+    return found
+
+
+def _count(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdecimal() else default
+
+
+def _data(table: Table, names: Sequence[str], folder: Path | None, sums: bool) -> list[Lack]:
+    folder = plan.data_home() if folder is None else folder
+    names = list(dict.fromkeys(names))
+    absent = [name for name in names if not Path(plan.data_file(name, folder)).is_file()]
+    found = []
+    if absent:
+        command = f"verl-ext reproduce prepare {table.name} (without a network: --from FOLDER)"
+        found.append(Lack(f"no data {', '.join(absent)} in {folder}", command))
+    if sums:
+        from verl_ext.reproduce import prepare
+
+        for name in names:
+            try:
+                if name not in absent:
+                    prepare.verify(name, folder)
+            except prepare.PrepareError as error:
+                found.append(Lack(f"the data {name} cannot be used", str(error)))
+    return found

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a cell of a table to the command of verl's trainer, and what that command needs. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl_ext.cache import home
+from verl_ext.reproduce.tables import Cell, Scale, Table, load_yaml
+
+PROJECT = "verl_ext"
+_PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")
+_RUN_LOCAL = (
+    "data.seed",
+    "actor_rollout_ref.rollout.seed",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.validation_data_dir",
+    "verl_ext.rows_dir",
+    "hydra.run.dir",
+)
+"""Keys that a run gets from its place and seed, so that they cannot tell two configurations apart."""
+
+
+def data_home() -> Path:
+    """Folder of the prepared data sets: ``data`` in the package's cache (:func:`verl_ext.demo.assets.home`)."""
+    return home() / "data"
+
+
+def data_file(source: str, folder: Path | str | None = None) -> str:
+    """The parquet file of a data set.
+
+    Args:
+        source: its name in ``sources.yaml``.
+        folder: of the prepared data; a text may hold shell variables. Default: :func:`data_home`.
+    """
+    return f"{data_home() if folder is None else folder}/{source}.parquet"
+
+
+def hydra_value(value: Any) -> str:
+    """A YAML value as Hydra's command line writes it: quoted where its grammar needs that.
+
+    A text that Hydra reads as a number or as true, false or null is left as it is: ``1e-6`` is a text in YAML 1.1.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_value(one)}" for key, one in value.items()) + "}"
+    text = str(value)
+    # Braces are fine within an interpolation only.
+    if _PLAIN.match(text) and not re.search(r"[{}]", re.sub(r"\$\{[^{}]*\}", "", text)):
+        return text
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
+def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of several mappings, a later one winning; ``+key`` and ``++key`` are the same key as ``key``.
+
+    A key keeps its first place, and the spelling with the most ``+``.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            name = key.lstrip("+")
+            spelling = max(key, found.get(name, (key,))[0], key=len)  # a key that one part adds stays an added key
+            found[name] = (spelling, value)
+    return dict(found.values())
+
+
+def words(overrides: Mapping[str, Any]) -> list[str]:
+    """``key=value`` for each override."""
+    return [f"{key}={hydra_value(value)}" for key, value in overrides.items()]
+
+
+def full_words(
+    table: Table,
+    cell: Cell,
+    seed: int | str,
+    folder: Path | str,
+    data: Path | str | None = None,
+    steps: int | None = None,
+) -> list[str]:
+    """The Hydra overrides of a full-scale cell, in the order in which a person would read them.
+
+    This is the only place where they are written: `run`, `plan` and the launch scripts take them from here.
+
+    Args:
+        table: of the cell.
+        cell: to run.
+        seed: of the order of the data and of the sampling; a text may hold a shell variable.
+        folder: of the run; a text may hold shell variables.
+        data: folder of the prepared data (default: :func:`data_home`); a text may hold shell variables.
+        steps: training steps instead of the table's.
+    """
+    scale = table.full
+    hardware = scale.hardware
+    assert hardware is not None  # the loader demands it of a full scale
+    steps = scale.steps if steps is None else steps
+    overrides: dict[str, Any] = {}
+    for split in ("train", "val"):
+        if scale.data.get(split):
+            overrides[f"data.{split}_files"] = [data_file(name, data) for name in scale.data[split]]
+    overrides["actor_rollout_ref.model.path"] = scale.models[0]
+    overrides = merged(
+        overrides,
+        scale.overrides,
+        cell.overrides,
+        {
+            "data.seed": seed,
+            "actor_rollout_ref.rollout.seed": seed,
+            "trainer.nnodes": hardware.nodes,
+            "trainer.n_gpus_per_node": hardware.gpus_per_node,
+            "trainer.logger": ["console", "file"],
+            "trainer.project_name": PROJECT,
+            "trainer.experiment_name": experiment(table, scale, cell, seed),
+            "trainer.resume_mode": "auto",
+            "trainer.default_local_dir": f"{folder}/checkpoints",
+            "trainer.validation_data_dir": f"{folder}/validation",
+            "hydra.run.dir": f"{folder}/hydra",
+            **({} if steps is None else {"trainer.total_training_steps": steps}),
+        },
+    )
+    # The process that writes the metrics may be on another node, which does not have the launcher's environment.
+    variable = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
+    return [
+        f"+recipe=[{','.join(cell.recipe)}]",
+        *words(overrides),
+        f"+{variable}={folder}/metrics.jsonl",
+    ]
+
+
+def experiment(table: Table, scale: Scale, cell: Cell, seed: int | str) -> str:
+    """Name of a run for loggers and job servers; the same for the same table, scale, cell and seed."""
+    return f"{table.folder}.{scale.name}.{cell.name}.seed_{seed}"
+
+
+def laptop_overrides(table: Table, cell: Cell, seed: int, folder: Path) -> list[str]:
+    """What a laptop-scale cell says beside the demo's own overrides."""
+    scale = table.laptop
+    assert scale is not None
+    common = {
+        "trainer.experiment_name": experiment(table, scale, cell, seed),
+        "trainer.validation_data_dir": f"{folder}/validation",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
+    }
+    return words(merged(common, scale.overrides, cell.overrides))
+
+
+def laptop_demo_words(table: Table, cell: Cell) -> list[str]:
+    """A laptop-scale cell as options of `verl-ext demo`: the same run without a table, for people."""
+    scale = table.laptop
+    assert scale is not None
+    return [
+        "--task", str(scale.task), "--recipe", ",".join(cell.recipe), *words(merged(scale.overrides, cell.overrides)),
+    ]  # fmt: skip
+
+
+# --- what a configuration is ---------------------------------------------------------------------------------------
+
+
+def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
+    """All that decides what a cell computes, by key: its recipes and what is in them, overrides, data and task.
+
+    Neither the seed nor the number of steps nor any path is in it. Two runs with equal settings belong to one cell.
+    """
+    found = {"recipe": ",".join(cell.recipe)}
+    if scale.name == "laptop":
+        from verl_ext.demo.tasks import TASKS, recipe_list
+
+        task = TASKS[str(scale.task)]
+        found["task"] = task.name
+        found |= {f"task.{key}": hydra_value(value) for key, value in asdict(task.settings).items() if key != "steps"}
+        found |= _keys(task.overrides)
+        names = recipe_list(task, cell.recipe)
+        found |= _keys(words(merged(scale.overrides, cell.overrides)))
+    else:
+        names = list(cell.recipe)
+        found |= _keys(full_words(table, cell, 0, "", "")[1:])
+    found |= {f"recipe/{name}.yaml": _content(name) for name in names}
+    hidden = {*_RUN_LOCAL, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"}
+    if scale.steps is not None:
+        hidden.add("trainer.total_training_steps")
+    return {key: value for key, value in found.items() if key not in hidden}
+
+
+def _keys(overrides: Iterable[str]) -> dict[str, str]:
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+"): value for key, _, value in pairs}
+
+
+def _content(recipe: str) -> str:
+    """A digest of what a recipe file says, whatever its comments."""
+    from verl_ext.recipes import find_recipe
+
+    content = load_yaml(find_recipe(recipe).path)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def fingerprint(found: Mapping[str, str]) -> str:
+    """Of :func:`settings`: 16 hex digits."""
+    return hashlib.sha256(json.dumps(dict(found), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What changed from one :func:`settings` to another, a text a key."""
+    texts = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if key.startswith("recipe/") and old is not None and new is not None:
+            texts.append(f"the file {key} says something else")
+        else:
+            texts.append(f"{key}: was {'not set' if old is None else old}, is {'not set' if new is None else new}")
+    return texts
+
+
+# --- cost and text --------------------------------------------------------------------------------------------------
+
+
+def gpu_hours(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> float | None:
+    """GPU-hours of cells and seeds at full scale; None where the hours of a cell are not known."""
+    if scale.hardware is None or scale.hours is None or scale.hours.value is None:
+        return None
+    return scale.hours.value * scale.hardware.nodes * scale.hardware.gpus_per_node * len(cells) * len(seeds)
+
+
+def number(count: int, what: str) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> str:
+    """The cost of cells and seeds in words."""
+    runs = f"{number(len(cells), 'cell')} x {number(len(seeds), 'seed')}"
+    if scale.name == "laptop":
+        if scale.minutes is None:
+            return f"{runs}, {scale.steps} steps each; CPU only; the time was not measured"
+        share = len(cells) * len(seeds) / (len(scale.runnable) * len(scale.seeds))
+        minutes = number(math.ceil(scale.minutes * share), "minute")
+        return f"{runs}, {scale.steps} steps each; CPU only; about {minutes} on 2 cores"
+    hardware, hours = scale.hardware, scale.hours
+    assert hardware is not None and hours is not None
+    machines = f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu} ({hardware.certainty})"
+    if hours.value is None:
+        return f"{runs} on {machines}; hours of a cell: not stated{f' ({hours.note})' if hours.note else ''}"
+    whole = gpu_hours(scale, cells, seeds)
+    return (
+        f"{runs} on {machines}; {hours.value:g} hours a cell and seed ({hours.certainty}"
+        f"{f'; {hours.note}' if hours.note else ''}); {whole:g} GPU-hours in all"
+    )
+
+
+def expand(override: str, inputs: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """An override with the table's inputs (``$NAME`` or ``${NAME}``) replaced by their values in the environment."""
+    if not inputs:
+        return override
+    names = "|".join(map(re.escape, inputs))
+    return re.sub(
+        rf"\$(?:({names})\b|\{{({names})\}})",
+        lambda match: environment.get(match[1] or match[2], match[0]),
+        override,
+    )
+
+
+def shell_word(word: str, variables: Iterable[str] = ()) -> str:
+    """A word as a shell reads it: the given variables are left to the shell, all else stands for itself."""
+    names = "|".join(map(re.escape, variables))
+    pattern = rf"\$(?:(?:{names})\b|\{{(?:{names})\}})"
+    if not names or not re.search(pattern, word):
+        return shlex.quote(word)
+    kept = re.findall(pattern, word)
+    parts = [re.sub(r'([$`"\\])', r"\\\1", part) for part in re.split(pattern, word)]
+    return '"' + "".join(part + variable for part, variable in zip(parts, [*kept, ""], strict=True)) + '"'
+
+
+def shown(environment: Mapping[str, str], command: Sequence[str], variables: Iterable[str] = ()) -> str:
+    """A command with its environment as a person would type it, a word a line.
+
+    Args:
+        environment: variables to set.
+        command: words; the first three stand on the first line.
+        variables: names that are left to the shell to fill in.
+    """
+    variables = list(variables)
+    first = " ".join([*(f"{key}={shell_word(value, variables)}" for key, value in environment.items()), *command[:3]])
+    return " \\\n    ".join([first, *(shell_word(word, variables) for word in command[3:])])

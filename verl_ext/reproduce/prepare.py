@@ -1,0 +1,574 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets of the paper tables as verl's parquet: found on the hub or in a folder, converted, counted, sealed.
+
+``sources.yaml`` says for each data set where it comes from, how it must look, and how many rows it has. A prepared
+data set is ``<folder>/<name>.parquet`` with ``<name>.manifest.json`` beside it (rows, sha256, where it came from).
+The sum is checked when the data set is used again. Nothing is put in place before all has been read and counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import importlib.resources
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.recipes import suggestion
+from verl_ext.reproduce import needs, plan
+from verl_ext.reproduce.tables import CERTAINTIES, Table, load_yaml
+
+PLAIN = ".plain"
+"""Ending of a mathematics data set's name: the question alone."""
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+"""Stands below every question of a mathematics data set that is not plain."""
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
+"""Files that a local data set may be in."""
+
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "math": ("question", "answer"),
+    "qa": ("question", "answers"),
+    "kernel_task": ("messages", "reward_model", "extra_info"),
+    "kernel_code": ("code", "level", "name", "number"),
+    "corpus": ("text",),
+    "environment": (),
+}
+
+
+class PrepareError(ValueError):
+    """A data set cannot be prepared or used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of ``sources.yaml``.
+
+    Attributes:
+        name: as tables say it, :data:`PLAIN` included.
+        title: for people.
+        kind: how a record becomes a row.
+        hub, config, split: arguments of ``datasets.load_dataset``; `hub` is None where a hub has it not.
+        files: further places below a local folder, which may be patterns.
+        columns: the kind's field to the record's column.
+        rows: rows to be written; None: not known.
+        certainty: of `rows`.
+        license: as stated by the data set's page; None: not known.
+        note: a sentence, possibly empty.
+        tables: tables that may want it though their runs do not read it (a corpus).
+        environment, kwargs, data_source, draw: of an environment's tasks.
+    """
+
+    name: str
+    title: str
+    kind: str
+    hub: str | None
+    config: str | None
+    split: str | None
+    files: tuple[str, ...]
+    columns: Mapping[str, str]
+    rows: int | None
+    certainty: str
+    license: str | None
+    note: str
+    tables: tuple[str, ...]
+    environment: str
+    kwargs: Mapping[str, Any]
+    data_source: str
+    draw: Mapping[str, Any]
+
+    @property
+    def base(self) -> str:
+        """The name without :data:`PLAIN`."""
+        return self.name.removesuffix(PLAIN)
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what is written."""
+        said = [self.name, self.kind, self.config, self.split, dict(self.columns), self.environment, dict(self.kwargs)]
+        text = json.dumps([*said, self.data_source, dict(self.draw), BOXED], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _entries() -> Mapping[str, Mapping[str, Any]]:
+    with importlib.resources.as_file(importlib.resources.files("verl_ext.reproduce") / "sources.yaml") as path:
+        return load_yaml(path)
+
+
+def source_names() -> list[str]:
+    """Names of all data sets, without the plain variants."""
+    return list(_entries())
+
+
+def find_source(name: str) -> Source:
+    """The data set of this name.
+
+    Raises:
+        PrepareError: there is none.
+    """
+    entry = _entries().get(name.removesuffix(PLAIN))
+    if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
+        raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
+    count = entry["rows"]
+    source = Source(
+        name=name,
+        title=entry["title"],
+        kind=entry["kind"],
+        hub=entry.get("hub"),
+        config=entry.get("config"),
+        split=entry.get("split"),
+        files=tuple(entry.get("files", ())),
+        columns=entry.get("columns", {}),
+        rows=count["value"],
+        certainty=count.get("certainty", "certain") if isinstance(count, Mapping) else "certain",
+        license=entry.get("license"),
+        note=entry.get("note", ""),
+        tables=tuple(entry.get("tables", ())),
+        environment=entry.get("environment", ""),
+        kwargs=entry.get("kwargs", {}),
+        data_source=entry.get("data_source", ""),
+        draw=entry.get("draw", {}),
+    )
+    if source.kind not in _COLUMNS or source.certainty not in CERTAINTIES:
+        raise PrepareError(f"sources.yaml: {name}: kind {source.kind!r} or certainty {source.certainty!r} is not known")
+    lacking = [field for field in _COLUMNS[source.kind] if field not in source.columns]
+    if lacking:
+        raise PrepareError(f"sources.yaml: {name}: columns lack {', '.join(lacking)}")
+    return source
+
+
+# --- what is there ------------------------------------------------------------------------------------------------
+
+
+def target_of(source: Source, folder: Path) -> Path:
+    """The file that a data set is prepared in."""
+    if source.kind == "corpus":
+        return folder / f"{source.name}.jsonl"
+    return Path(plan.data_file(source.name, folder))
+
+
+def manifest_of(source: Source, folder: Path) -> Path:
+    """The manifest beside it."""
+    return folder / f"{source.name}.manifest.json"
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify(name: str, folder: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared data set whose file is as it was written; None if it is not prepared.
+
+    Raises:
+        PrepareError: the file or its manifest is missing, was changed, or was made by another definition.
+    """
+    source = find_source(name)
+    path, manifest_path = target_of(source, folder), manifest_of(source, folder)
+    if not path.exists() and not manifest_path.exists():
+        return None
+    again = f"Delete {path} and {manifest_path.name}, then prepare it again."
+    if not path.exists() or not manifest_path.exists():
+        missing = manifest_path if path.exists() else path
+        raise PrepareError(f"{name}: {missing} is missing beside its other half. {again}")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        expected, definition = manifest["sha256"], manifest["definition"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PrepareError(f"{name}: {manifest_path} cannot be read as a manifest. {again}") from error
+    if digest_of(path) != expected:
+        raise PrepareError(f"{name}: {path} is not what was prepared (its sha256 differs from the manifest's). {again}")
+    if definition != source.digest:
+        raise PrepareError(f"{name}: {path} was prepared by another definition of the data set. {again}")
+    return manifest
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def candidates(source: Source) -> list[str]:
+    """Where a local folder may hold the data set, relative to it, in the order in which they are tried."""
+    own = [f"{source.base}{suffix}" for suffix in SUFFIXES]
+    return [*own, f"{source.base}/*.parquet", *source.files]
+
+
+def local_files(source: Source, folder: Path) -> list[Path]:
+    """The data set's files in a local folder; none if it is not there."""
+    for pattern in candidates(source):
+        found = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if found:
+            return found
+    return []
+
+
+def read_file(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a parquet, jsonl, jsonl.gz or json file (a list, or the only list in an object).
+
+    Raises:
+        PrepareError: it cannot be read to its end; the message names file and place.
+    """
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches():
+                    yield from batch.to_pylist()
+        elif path.suffix == ".json":
+            yield from _json_records(path)
+        else:
+            yield from _json_lines(path)
+    except PrepareError:
+        raise
+    except (OSError, EOFError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
+        raise PrepareError(
+            f"{path} cannot be read to its end ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            "It may have been cut short: fetch it again."
+        ) from error
+
+
+def _json_records(path: Path) -> list[dict[str, Any]]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, Mapping):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = lists[0] if len(lists) == 1 else content
+    if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
+        raise PrepareError(f"{path}: a list of objects is expected")
+    return content
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise PrepareError(
+                    f"{path}, line {number}: not JSON ({error}). It may have been cut short: fetch it again."
+                ) from error
+            if not isinstance(record, dict):
+                raise PrepareError(f"{path}, line {number}: an object is expected")
+            yield record
+
+
+def hub_records(source: Source) -> Iterator[dict[str, Any]]:
+    """Records from the hub, through the ``datasets`` library and its cache.
+
+    Raises:
+        PrepareError: it cannot be fetched.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise PrepareError(f"{source.name}: the package datasets is not installed: pip install datasets") from error
+    try:
+        found = datasets.load_dataset(source.hub, source.config, split=source.split)
+    except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
+        said = " ".join(str(error).split())[:200]
+        raise PrepareError(
+            f"{source.name} ({source.title}): the hub's {_on_hub(source)} cannot be fetched "
+            f"({type(error).__name__}: {said})."
+        ) from error
+    for record in found:
+        yield dict(record)
+
+
+def _on_hub(source: Source) -> str:
+    parts = [f"configuration {source.config}"] if source.config else []
+    return f"{source.hub} ({', '.join([*parts, f'split {source.split}'])})"
+
+
+def both_ways(table: str, source: Source) -> str:
+    """How to get a data set, with and without a network."""
+    places = ", ".join(candidates(source))
+    command = f"verl-ext reproduce prepare {table} --only {source.name}"
+    local = f"{command} --from FOLDER, where FOLDER holds one of: {places}"
+    return f"Get it with {local}." if source.hub is None else f"With a network: {command}. Without: {local}."
+
+
+# --- converting ---------------------------------------------------------------------------------------------------
+
+
+def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -> Any:
+    column = source.columns[field]
+    value = record.get(column)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        what = "no column" if column not in record else "nothing in the column"
+        raise PrepareError(
+            f"{source.name}, record {number}: {what} {column!r} ({field}); the record has {', '.join(sorted(record))}"
+        )
+    return value
+
+
+def _row(
+    source: Source, prompt: Sequence[Mapping[str, str]], truth: Any, number: int, ability: str, **extra: Any
+) -> dict[str, Any]:
+    return {
+        "data_source": source.data_source or source.base,
+        "prompt": [dict(message) for message in prompt],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": number, **extra},
+    }
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _math(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    question = str(_field(source, record, "question", number)).strip()
+    answer = _field(source, record, "answer", number)
+    if isinstance(answer, list | tuple):
+        if not answer:
+            raise PrepareError(f"{source.name}, record {number}: no answer in {source.columns['answer']!r}")
+        answer = ", ".join(str(one) for one in answer)
+    text = question if source.name.endswith(PLAIN) else f"{question}\n\n{BOXED}"
+    return _row(source, _user(text), str(answer).strip(), number, "math")
+
+
+def _qa(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    question = str(_field(source, record, "question", number)).strip()
+    answers = _field(source, record, "answers", number)
+    accepted = [str(one) for one in ([answers] if isinstance(answers, str) else list(answers)) if str(one).strip()]
+    if not accepted:
+        raise PrepareError(f"{source.name}, record {number}: no answer in {source.columns['answers']!r}")
+    return _row(source, _user(question), {"target": accepted}, number, "qa")
+
+
+def _kernel_task(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A row that is in verl's form already: the loop that plays it reads its own fields."""
+    messages = _field(source, record, "messages", number)
+    if isinstance(messages, str):
+        messages = _user(messages)
+    reward_model = dict(_field(source, record, "reward_model", number))
+    extra = record.get(source.columns["extra_info"]) or {}
+    row = _row(source, messages, None, number, "kernel", **{k: v for k, v in dict(extra).items() if k != "index"})
+    row["reward_model"] = reward_model
+    return row
+
+
+def _kernel_code(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    code = str(_field(source, record, "code", number))
+    more = {
+        "level": int(_field(source, record, "level", number)),
+        "name": str(_field(source, record, "name", number)),
+        "problem_id": int(_field(source, record, "number", number)),
+    }
+    return _row(source, _user(code), code, number, "kernel", **more)
+
+
+_CONVERT: Mapping[str, Callable[[Source, Mapping[str, Any], int], dict[str, Any]]] = {
+    "math": _math,
+    "qa": _qa,
+    "kernel_task": _kernel_task,
+    "kernel_code": _kernel_code,
+}
+
+
+def environment_rows(source: Source) -> list[dict[str, Any]]:
+    """Rows of an environment's tasks, as the step-wise loop plays them."""
+    from verl_ext.rollout.environments.data import build_rows
+
+    rows: list[dict[str, Any]] = []
+    for seed in source.draw["with"]:
+        drawn = random.Random(seed).sample(range(source.draw["below"]), source.draw["count"])
+        rows += build_rows(source.environment, drawn, source.kwargs)
+    for number, row in enumerate(rows):
+        row["data_source"] = source.data_source
+        row["extra_info"]["index"] = number
+    return rows
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    source: Source, folder: Path, *, local: Path | None = None, table: str = "TABLE", any_count: bool = False
+) -> dict[str, Any]:
+    """Prepare a data set, unless it is there.
+
+    Args:
+        source: what.
+        folder: of prepared data sets.
+        local: folder with the originals; None: from the hub.
+        table: for messages.
+        any_count: take another number of rows than the expected one.
+
+    Returns:
+        The manifest: name, rows, expected, certainty (of that number), sha256, definition, origin, license.
+
+    Raises:
+        PrepareError: it is not to be had, cannot be read, lacks a column, or has another number of rows; or what was
+            prepared earlier has been changed.
+    """
+    found = verify(source.name, folder)
+    if found is not None:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    path = target_of(source, folder)
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if source.kind == "environment":
+            origin = f"seeds of {source.environment}"
+            count = _write_parquet(environment_rows(source), work)
+        else:
+            records, origin = _records(source, local, table)
+            if source.kind == "corpus":
+                count = _write_corpus(source, records, work)
+            else:
+                convert = _CONVERT[source.kind]
+                rows = [convert(source, record, number) for number, record in enumerate(records)]
+                count = _write_parquet(rows, work)
+        if not count:
+            raise PrepareError(f"{source.name}: {origin} holds no record")
+        if source.rows is not None and count != source.rows and not any_count:
+            raise PrepareError(
+                f"{source.name}: {origin} gives {count} rows; {source.rows} are expected ({source.certainty}). It may "
+                "be cut short or another edition. To take it as it is, add --any-count."
+            )
+        manifest = {
+            "name": source.name,
+            "rows": count,
+            "expected": source.rows,
+            "certainty": source.certainty,
+            "sha256": digest_of(work),
+            "definition": source.digest,
+            "origin": origin,
+            "license": source.license,
+        }
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
+    manifest_of(source, folder).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[dict[str, Any]], str]:
+    """Records of a data set, and where they come from."""
+    if local is not None:
+        if not local.is_dir():
+            raise PrepareError(f"--from {local}: there is no such folder")
+        files = local_files(source, local)
+        if not files:
+            raise PrepareError(
+                f"{source.name} ({source.title}) is not in {local}: looked for {', '.join(candidates(source))}. "
+                f"{both_ways(table, source)}"
+            )
+        return (record for path in files for record in read_file(path)), ", ".join(map(str, files))
+    if source.hub is None:
+        raise PrepareError(f"{source.name} ({source.title}) is not fetched from a hub. {both_ways(table, source)}")
+    try:
+        return list(hub_records(source)), _on_hub(source)
+    except PrepareError as error:
+        raise PrepareError(f"{error} {both_ways(table, source)}") from error
+
+
+def _write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if rows:
+        try:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        except pa.ArrowInvalid as error:
+            raise PrepareError(f"the records do not have the same form: {error}") from error
+    return len(rows)
+
+
+def _write_corpus(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
+    """Passages as the BM25 retriever reads them, line by line: a corpus does not fit into memory twice."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for count, record in enumerate(records, start=1):  # noqa: B007  (used after the loop)
+            passage = {"id": str(record.get("id", count - 1))}
+            if record.get("title"):
+                passage["title"] = str(record["title"])
+            key = "text" if record.get("text") else source.columns["text"]
+            passage[key] = str(record["text"] if key == "text" else _field(source, record, "text", count - 1))
+            file.write(json.dumps(passage, ensure_ascii=False) + "\n")
+    return count
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def names_of(table: Table, only: Sequence[str] | str | None = None) -> list[str]:
+    """Data sets of a table, or those of them that are named (and a corpus that the table may want).
+
+    Raises:
+        PrepareError: a name is not among them.
+    """
+    own = needs.data_names(table.full)
+    if not only:
+        return own
+    wanted = [only] if isinstance(only, str) else list(only)
+    known = [*own, *(name for name in source_names() if table.name in find_source(name).tables)]
+    for name in wanted:
+        if name not in known:
+            raise PrepareError(f"{name!r} is not a data set of {table.name}{suggestion(name, known)}")
+    return wanted
+
+
+def main(
+    table: Table,
+    *,
+    source: Path | None = None,
+    only: Sequence[str] | str | None = None,
+    out: Path | None = None,
+    any_count: bool = False,
+) -> int:
+    """Prepare the data sets of a table and say what was done.
+
+    Args:
+        table: whose data sets.
+        source: local folder with the originals; None: from the hub.
+        only: names of data sets; None: all of the table.
+        out: folder of prepared data sets; None: :func:`verl_ext.reproduce.plan.data_home`.
+        any_count: take another number of rows than the expected one.
+
+    Returns:
+        0, or 1 if a data set is missing or wrong; the others are prepared all the same.
+    """
+    folder = plan.data_home() if out is None else Path(out)
+    failed = []
+    try:
+        names = names_of(table, only)
+    except PrepareError as error:
+        print(f"verl-ext reproduce: {error}", file=sys.stderr)
+        return 1
+    for name in names:
+        try:
+            one = find_source(name)
+            there = manifest_of(one, folder).exists()
+            manifest = prepare(one, folder, local=source, table=table.name, any_count=any_count)
+        except PrepareError as error:
+            failed.append(name)
+            print(f"verl-ext reproduce: {error}", file=sys.stderr)
+            continue
+        expected = "" if one.rows in (None, manifest["rows"]) else f" ({one.rows} expected)"
+        how = "checked" if there else f"from {manifest['origin']}"
+        rights = f"; license {manifest['license'] or 'not known'}" if one.kind != "environment" else ""
+        print(f"{name}: {manifest['rows']} rows{expected} in {target_of(one, folder)}, {how}{rights}", flush=True)
+        if one.note and not there:
+            print(f"  {one.note.strip()}")
+    if failed:
+        done = len(names) - len(failed)
+        print(f"{done} of {len(names)} data sets are ready; missing: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    return 0

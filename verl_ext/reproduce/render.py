@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A collected table as Markdown, CSV, JSON and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_ext.reproduce.collect import (
+    AGENT_SPIKE,
+    FIGURE_WINDOW,
+    NOT_SHOWN,
+    OPPOSITE,
+    SHOWN,
+    UNKNOWN,
+    Beside,
+    CellResult,
+    Difference,
+    Result,
+    Summary,
+)
+from verl_ext.reproduce.metrics import Interval
+from verl_ext.reproduce.tables import MetricSpec, Published, Scale
+
+LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number"
+
+VERDICTS = {
+    SHOWN: "shown in the claim's direction",
+    NOT_SHOWN: "not shown (inside the noise)",
+    OPPOSITE: "opposite",
+}
+NOISE = {SHOWN: "better, outside the noise", NOT_SHOWN: "inside the noise", OPPOSITE: "worse, outside the noise"}
+ONE_SEED = "one seed: noise unknown"
+
+CERTAINTIES = {
+    "certain": "read in the paper's text, public code or a launch script",
+    "abstract-or-blog": "stated by the authors in an abstract, README or blog",
+    "secondary": "from third-party notes, reviews or reproduction logs",
+    "unverified": "no usable source",
+}
+
+#: Okabe and Ito: told apart by people who see colours differently, and in grey.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d1f")
+
+WIDEST = 8
+"""Metrics that stand side by side on a page; more stand below each other."""
+
+NAMES = ("table.md", "table.csv", "table.json", "table.png")
+
+
+def write(result: Result) -> list[Path]:
+    """Write the table's four files into its folder.
+
+    Returns:
+        Their paths.
+    """
+    result.folder.mkdir(parents=True, exist_ok=True)
+    paths = [result.folder / name for name in NAMES]
+    paths[0].write_text(markdown(result), encoding="utf-8")
+    paths[1].write_text(csv_text(result), encoding="utf-8")
+    paths[2].write_text(json.dumps(plain(result), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draw(result, paths[3])
+    return paths
+
+
+def caption(result: Result) -> str:
+    """What the table is, in a line: it stands over every form of it."""
+    if result.scale.name == "laptop":
+        return LAPTOP
+    return "Full scale: the paper's setting, as far as it is known"
+
+
+# --- numbers as text ----------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
+    """A value with its metric's digits.
+
+    Args:
+        value: in the metric's shown unit; None gives ``-``.
+        spec: the metric.
+        sign: write a sign always.
+        size: magnitude of the numbers that stand together (default: of the value). Where the metric's digits would
+            show them all as 0, they are written with an exponent.
+    """
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value) if size is None else size
+    style = ".1e" if 0 < size < 0.5 * 10**-spec.digits else f",.{spec.digits}f"
+    return f"{value:{'+' if sign else ''}{style}}"
+
+
+def summary_text(summary: Summary, spec: MetricSpec, seeds: int) -> str:
+    """Mean and deviation of a cell: ``0.71 ± 0.02``, and of how many seeds if not of all."""
+    if summary.unreached:
+        return f"not reached ({len(summary.unreached)} of {seeds})"
+    if summary.mean is None:
+        return "-"
+    size = max(abs(summary.mean), summary.std or 0.0)
+    text = number(summary.mean, spec, size=size)
+    if summary.std is not None:
+        text += f" ± {number(summary.std, spec, size=size)}"
+    return text + (f" ({summary.n} of {seeds} seeds)" if summary.n < seeds else "")
+
+
+def difference_texts(difference: Difference, spec: MetricSpec) -> tuple[str, str]:
+    """A difference and its interval ``[low, high]``, or ``-`` if there is none."""
+    interval = difference.interval
+    if interval is None:
+        return number(difference.value, spec, sign=True), "-"
+    size = max(abs(interval.low), abs(interval.high))
+    value, low, high = (
+        number(one, spec, sign=True, size=size) for one in (difference.value, interval.low, interval.high)
+    )
+    return value, f"[{low}, {high}]"
+
+
+def verdict_text(result: Result, difference: Difference) -> str:
+    """What a difference to the baseline says at the table's scale."""
+    words = VERDICTS if result.scale.name == "laptop" else NOISE
+    if difference.verdict == UNKNOWN:
+        return ONE_SEED
+    if result.scale.metrics[difference.metric].higher is None:
+        return f"{'inside' if difference.verdict == NOT_SHOWN else 'outside'} the noise (no direction is better)"
+    return words[difference.verdict]
+
+
+def paper_verdict(beside: Beside) -> str:
+    """Whether the paper's number is inside our noise."""
+    if beside.ours is None:
+        return "no value of ours"
+    if beside.inside is None:
+        return ONE_SEED
+    return "inside the noise" if beside.inside else "outside the noise"
+
+
+def head(spec: MetricSpec) -> str:
+    """A metric's label with its unit and the direction that is better, if there is one."""
+    arrow = "" if spec.higher is None else " ↑" if spec.higher else " ↓"
+    return f"{spec.label}{' (%)' if spec.percent else ''}{arrow}"
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def markdown(result: Result) -> str:
+    """The table as a Markdown page: cells by metrics, differences, the paper's numbers, seeds, versions, commands."""
+    table, scale = result.table, result.scale
+    out = [f"# {table.title}", "", f"**{caption(result)}.**", ""]
+    out += [f"Claim ({table.paper}): {table.claim}", ""]
+    if scale.name == "laptop":
+        out += [f"Tested here: {scale.claim}", ""]
+    cells = [cell for cell in result.cells.values() if cell.seeds or not cell.runnable]
+    shown = [cell for cell in cells if cell.seeds]
+    titles = [cell.label + (" (baseline)" if cell.name == scale.baseline else "") for cell in shown]
+    rows = [
+        [title, *(summary_text(cell.metrics[name], spec, len(cell.seeds)) for name, spec in scale.metrics.items()),
+         str(len(cell.seeds))]
+        for title, cell in zip(titles, shown, strict=True)
+    ]  # fmt: skip
+    heads = ["", *map(head, scale.metrics.values()), "seeds"]
+    if len(scale.metrics) > WIDEST and len(shown) < len(scale.metrics):
+        heads, *rows = map(list, zip(heads, *rows, strict=True))
+    out += _table(heads, rows)
+    out += [
+        "",
+        "Mean ± standard deviation over seeds. ↑: higher is better, ↓: lower is better."
+        + ("" if any(len(cell.seeds) > 1 for cell in shown) else " With one seed there is no deviation."),
+        "",
+    ]
+    out += _difference_part(result)
+    out += _paper_part(result)
+    out += _figure_part("Agents", "agent", [(cell, cell.agents) for cell in shown])
+    out += _figure_part("Levels of the hierarchy of groups", "level", [(cell, cell.levels) for cell in shown])
+    notes = [f"{cell.label}: {cell.note}" for cell in shown if cell.note]
+    if notes:
+        out += ["## Cells", "", *_items(notes), ""]
+    if result.problems:
+        out += ["## Missing, left out or odd", "", *_items(result.problems), ""]
+    if scale.name == "full" and table.open:
+        out += ["## What paper and code leave open", "", *_items(table.open), ""]
+    out += _run_part(result, shown)
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _difference_part(result: Result) -> list[str]:
+    scale = result.scale
+    if not result.differences or scale.baseline is None:
+        return []
+    rows = []
+    for one in result.differences:
+        spec = scale.metrics[one.metric]
+        rows.append([
+            result.cells[one.cell].label,
+            head(spec),
+            *difference_texts(one, spec),
+            verdict_text(result, one),
+        ])  # fmt: skip
+    out = [f"## Difference to {result.cells[scale.baseline].label}", ""]
+    out += _table(["", "metric", "difference", "95 % interval", "verdict"], rows)
+    out += [
+        "",
+        "Interval: Welch, over seeds. A difference whose interval holds 0 is inside the noise; of twenty without any "
+        "effect about one is outside.",
+    ]
+    if scale.name == "laptop":
+        out[-1] += " The claim's direction is the one that the metric calls better."
+    return [*out, ""]
+
+
+def _paper_part(result: Result) -> list[str]:
+    table = result.table
+    if not table.published:
+        where = f" (published: {table.published_in})" if table.published_in else ""
+        return [] if result.scale.name == "laptop" else ["## The paper's numbers", "", f"None are known{where}.", ""]
+    if result.scale.name == "laptop":
+        out = ["## The paper's numbers", "", "They are of the full scale and are not compared with those above.", ""]
+        out += _published_rows(table.published, table.full)
+    else:
+        out = ["## Beside the paper", ""]
+        rows = []
+        ours = [beside for beside in result.beside if table.full.cells[beside.published.cell].runnable]
+        for beside in ours:
+            one, relative = beside.published, beside.published.relative_to is not None
+            what, spec = _paper_quantity(one, table.full)
+            rows.append([
+                what,
+                head(spec),
+                _paper_number(one.value, spec, relative),
+                one.certainty,
+                number(beside.ours, spec, sign=relative),
+                number(beside.gap, spec, sign=True),
+                paper_verdict(beside),
+                one.note,
+            ])  # fmt: skip
+        if rows:
+            out += _table(["", "metric", "paper", "certainty", "ours", "ours less paper", "verdict", "note"], rows)
+            out += ["", "Inside the noise: the paper's number lies in the 95 % interval of ours over seeds."]
+        others = [one for one in table.published if not table.full.cells[one.cell].runnable]
+        if others:
+            out += ["", "Published only:", "", *_published_rows(others, table.full)]
+    used = {one.certainty for one in table.published}
+    out += [
+        "",
+        "Certainty: " + "; ".join(f"*{mark}*: {text}" for mark, text in CERTAINTIES.items() if mark in used) + ".",
+    ]
+    if table.published_in:
+        out += ["", f"Published in: {table.published_in}."]
+    return [*out, ""]
+
+
+def _published_rows(published: Sequence[Published], scale: Scale) -> list[str]:
+    """Numbers of the paper as a table of its own: a row for each cell, certainty and note."""
+    heads: list[str] = []
+    values: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in published:
+        what, spec = _paper_quantity(one, scale)
+        if head(spec) not in heads:
+            heads.append(head(spec))
+        row = values.setdefault((what, one.certainty, one.note), {})
+        row[head(spec)] = _paper_number(one.value, spec, one.relative_to is not None)
+    noted = any(note for _, _, note in values)
+    titles = ["", "certainty", *heads, *(["note"] if noted else [])]
+    rows = [
+        [what, certainty, *(own.get(name, "") for name in heads), *([note] if noted else [])]
+        for (what, certainty, note), own in values.items()
+    ]
+    if len(heads) > WIDEST and len(rows) < len(heads):
+        titles, *rows = map(list, zip(titles, *rows, strict=True))
+    return _table(titles, rows)
+
+
+def _paper_quantity(published: Published, scale: Scale) -> tuple[str, MetricSpec]:
+    """Whose number it is, and of what."""
+    what, spec = scale.cells[published.cell].label, scale.metrics[published.metric]
+    if published.relative_to is None:
+        return what, spec
+    other = scale.cells[published.relative_to].label
+    if published.ratio:
+        return f"{what} against {other}", replace(spec, label=f"change of {spec.label}", percent=True, digits=1)
+    return f"{what} less {other}", spec
+
+
+def _paper_number(value: float, spec: MetricSpec, relative: bool) -> str:
+    """As the paper writes it: never with fewer digits than were published."""
+    text = f"{value:{'+' if relative else ''},.10f}".rstrip("0").rstrip(".")
+    digits = len(text.partition(".")[2])
+    return text if digits >= spec.digits else number(value, spec, sign=relative)
+
+
+def _figure_part(
+    title: str, what: str, cells: Sequence[tuple[CellResult, Mapping[str, Mapping[str, Summary]]]]
+) -> list[str]:
+    figures = list(dict.fromkeys(key for _, own in cells for values in own.values() for key in values))
+    if not figures:
+        return []
+    spec = MetricSpec("", "", "last", {})
+    rows = []
+    for cell, own in cells:
+        for name, values in own.items():
+            texts = [summary_text(values[key], spec, len(cell.seeds)) if key in values else "-" for key in figures]
+            rows.append([cell.label, name, *texts])
+    return [
+        f"## {title}",
+        "",
+        *_table(["", what, *(figure if " " in figure else f"`{figure}`" for figure in figures)], rows),
+        "",
+        f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds."
+        + (f" The {AGENT_SPIKE}: of all steps." if AGENT_SPIKE in figures else ""),
+        "",
+    ]
+
+
+def _run_part(result: Result, cells: Sequence[CellResult]) -> list[str]:
+    scale = result.scale
+    out = ["## Runs", ""]
+    facts = []
+    for cell in cells:
+        ends = sorted(set(cell.steps.values()))
+        steps = f"{ends[0]}" if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
+        facts.append(f"{cell.label} (`{cell.name}`): seeds {', '.join(map(str, cell.seeds))}; steps used: {steps}")
+    if scale.task:
+        facts.append(f"task: `{scale.task}` on the embedded CPU model")
+    if scale.models:
+        facts.append(f"model: {', '.join(scale.models)}")
+    if result.versions:
+        facts.append("versions: " + ", ".join(f"{name} {' / '.join(own)}" for name, own in result.versions.items()))
+    if result.dates:
+        first, last = result.dates
+        facts.append(f"run on {first}" if first == last else f"run from {first} to {last}")
+    return [*out, *_items(facts), "", "```bash", *result.commands, "```", ""]
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return [f"| {' | '.join(line if line == '---' else _inline(line) for line in row)} |" for row in lines]
+
+
+def _items(texts: Iterable[str]) -> list[str]:
+    return [f"- {' '.join(text.split())}" for text in texts]
+
+
+def _inline(text: str) -> str:
+    """Text for a field of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- CSV and JSON -------------------------------------------------------------------------------------------------
+
+CSV_FIELDS = (
+    "scale", "cell", "label", "metric", "percent", "higher", "mean", "std", "seeds", "values", "unreached",
+    "baseline", "difference", "low", "high", "verdict",
+    "paper", "paper_relative_to", "certainty", "paper_gap", "paper_verdict",
+)  # fmt: skip
+
+
+def csv_text(result: Result) -> str:
+    """One line a cell and metric; ``values`` are ``seed:value`` joined by spaces, numbers in full precision."""
+    differences = {(one.cell, one.metric): one for one in result.differences}
+    beside: dict[tuple[str, str], list[Beside]] = {}
+    for entry in result.beside:
+        beside.setdefault((entry.published.cell, entry.published.metric), []).append(entry)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, CSV_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for cell in result.cells.values():
+        for name, spec in result.scale.metrics.items():
+            summary = cell.metrics[name]
+            row: dict[str, Any] = {
+                "scale": result.scale.name, "cell": cell.name, "label": cell.label, "metric": name,
+                "percent": spec.percent, "higher": spec.higher, "mean": summary.mean, "std": summary.std,
+                "seeds": len(cell.seeds),
+                "values": " ".join(f"{s}:{'' if v is None else v}" for s, v in sorted(summary.values.items())),
+                "unreached": " ".join(map(str, summary.unreached)),
+            }  # fmt: skip
+            if difference := differences.get((cell.name, name)):
+                row |= {
+                    "baseline": difference.baseline,
+                    "difference": difference.value,
+                    "verdict": verdict_text(result, difference),
+                }
+                if difference.interval is not None:
+                    row |= {"low": difference.interval.low, "high": difference.interval.high}
+            # A quantity may be published twice, as itself and as a difference.
+            papers = [
+                {
+                    "paper": entry.published.value,
+                    "paper_relative_to": entry.published.relative_to,
+                    "certainty": entry.published.certainty,
+                    "paper_gap": entry.gap,
+                    "paper_verdict": paper_verdict(entry),
+                }
+                for entry in beside.get((cell.name, name), [])
+            ]
+            writer.writerows(row | paper for paper in papers or [{}])
+    return file.getvalue()
+
+
+def plain(result: Result) -> dict[str, Any]:
+    """The table as plain containers for JSON; what is unknown is null."""
+    table, scale = result.table, result.scale
+    return {
+        "table": table.name,
+        "title": table.title,
+        "paper": table.paper,
+        "claim": table.claim,
+        "scale": scale.name,
+        "caption": caption(result),
+        "claim_tested": scale.claim,
+        "baseline": scale.baseline,
+        "metrics": {
+            name: {
+                "label": spec.label, "kind": spec.kind, "options": dict(spec.options), "percent": spec.percent,
+                "higher": spec.higher,
+            }
+            for name, spec in scale.metrics.items()
+        },
+        "cells": {
+            name: {
+                "label": cell.label,
+                "steps": {str(seed): step for seed, step in cell.steps.items()},
+                "metrics": {metric: _plain_summary(summary) for metric, summary in cell.metrics.items()},
+                "agents": _plain_figures(cell.agents),
+                "levels": _plain_figures(cell.levels),
+            }
+            for name, cell in result.cells.items()
+        },
+        "differences": [
+            {
+                "cell": one.cell, "baseline": one.baseline, "metric": one.metric, "difference": one.value,
+                "interval": _plain_interval(one.interval), "verdict": verdict_text(result, one),
+            }
+            for one in result.differences
+        ],
+        "published": [
+            {
+                "cell": one.cell, "metric": one.metric, "value": one.value, "relative_to": one.relative_to,
+                "certainty": one.certainty, "note": one.note,
+            }
+            for one in table.published
+        ],
+        "beside": [
+            {
+                "cell": one.published.cell, "metric": one.published.metric, "paper": one.published.value,
+                "relative_to": one.published.relative_to, "certainty": one.published.certainty, "ours": one.ours,
+                "gap": one.gap, "interval": _plain_interval(one.interval), "verdict": paper_verdict(one),
+            }
+            for one in result.beside
+        ],
+        "versions": {name: list(own) for name, own in result.versions.items()},
+        "dates": list(result.dates) if result.dates else None,
+        "problems": list(result.problems),
+        "commands": list(result.commands),
+    }  # fmt: skip
+
+
+def _plain_summary(summary: Summary) -> dict[str, Any]:
+    return {
+        "mean": summary.mean,
+        "std": summary.std,
+        "n": summary.n,
+        "values": {str(seed): value for seed, value in sorted(summary.values.items())},
+        "reasons": {str(seed): reason for seed, reason in sorted(summary.reasons.items())},
+    }
+
+
+def _plain_figures(figures: Mapping[str, Mapping[str, Summary]]) -> dict[str, Any]:
+    return {name: {key: _plain_summary(one) for key, one in own.items()} for name, own in figures.items()}
+
+
+def _plain_interval(interval: Interval | None) -> dict[str, float | None] | None:
+    if interval is None:
+        return None
+    dof = interval.dof if math.isfinite(interval.dof) else None
+    return {"low": interval.low, "high": interval.high, "dof": dof}
+
+
+# --- picture ------------------------------------------------------------------------------------------------------
+
+PANELS_A_ROW = 3
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the PNG: the curves of the rewards, then a panel for each metric with its mean and seeds by cell.
+
+    At full scale a panel also has the paper's numbers, as open diamonds.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    scale = result.scale
+    cells = [cell for cell in result.cells.values() if cell.seeds]
+    colours = {cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(cells)}
+    curves = [
+        (label, {cell.name: list(curves_of(cell).values()) for cell in cells}, width)
+        for label, curves_of, width in (
+            ("training reward (mean of 5 steps)", lambda cell: cell.rewards, 5),
+            ("validation", lambda cell: cell.validation, 1),
+        )
+    ]
+    curves = [one for one in curves if any(any(own) for own in one[1].values())]
+    papers = _paper_marks(result)
+    base = result.cells[scale.baseline] if scale.baseline else None
+    rows_of_cells = [
+        cell for cell in result.cells.values() if cell.seeds or any(cell.name in p for p in papers.values())
+    ]
+    panels = len(curves) + len(scale.metrics)
+    columns = min(PANELS_A_ROW, panels)
+    rows = math.ceil(panels / columns)
+    height = max(2.6, 0.9 + 0.42 * len(rows_of_cells))
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.6 * columns + 1.2, height * rows + 0.9), dpi=120, squeeze=False, layout="constrained"
+    )
+    places = list(axes.flat)
+    for axis, (label, own, width) in zip(places, curves, strict=False):
+        _draw_curves(axis, own, colours, {cell.name: cell.label for cell in cells}, label, width)
+    for place, (name, spec) in enumerate(scale.metrics.items(), start=len(curves)):
+        marks = papers.get(name, {})
+        own_rows = [cell for cell in rows_of_cells if cell.seeds or cell.name in marks]
+        _draw_metric(places[place], name, spec, own_rows, colours, marks)
+        if base is not None and (mean := base.metrics[name].mean) is not None:
+            places[place].axvline(mean, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
+    for axis in places[panels:]:
+        axis.set_visible(False)
+    under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
+    if any(papers.values()):
+        under += "; open diamond: the paper's number (faint: not certain)"
+    figure.suptitle(f"{result.table.title}\n{caption(result)}", fontsize=11)
+    figure.supxlabel(under, fontsize=8, color="#555555")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_curves(
+    axis: Any,
+    curves: Mapping[str, Sequence[Mapping[int, float]]],
+    colours: Mapping[str, str],
+    labels: Mapping[str, str],
+    title: str,
+    width: int,
+) -> None:
+    from verl_ext.demo.compare import band
+
+    for name, own in curves.items():
+        known = [curve for curve in own if curve]
+        if not known:
+            continue
+        one = band(known, width)
+        marker = "o" if len(one.steps) <= 12 and width == 1 else None
+        axis.plot(one.steps, one.mean, color=colours[name], linewidth=1.8, marker=marker, markersize=3.5,
+                  label=labels[name])  # fmt: skip
+        axis.fill_between(one.steps, one.low, one.high, color=colours[name], alpha=0.15, linewidth=0)
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("training step", fontsize=8)
+    axis.grid(alpha=0.3)
+    axis.tick_params(labelsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="best")
+
+
+def _paper_marks(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
+    """The paper's values of a metric by cell, with certainty; a difference is put on top of our baseline's mean."""
+    marks: dict[str, dict[str, tuple[float, str]]] = {}
+    for beside in result.beside:
+        one = beside.published
+        value: float | None = one.value
+        if one.relative_to is not None:
+            base = result.cells[one.relative_to].metrics[one.metric].mean
+            value = None if base is None else base * (1 + one.value / 100) if one.ratio else base + one.value
+        if value is not None:
+            marks.setdefault(one.metric, {}).setdefault(one.cell, (value, one.certainty))
+    return marks
+
+
+def _draw_metric(
+    axis: Any,
+    name: str,
+    spec: MetricSpec,
+    cells: Sequence[CellResult],
+    colours: Mapping[str, str],
+    papers: Mapping[str, tuple[float, str]],
+) -> None:
+    """A row a cell: seeds as points, their mean as a bar across the row."""
+    for row, cell in enumerate(cells):
+        summary, colour = cell.metrics[name], colours.get(cell.name, "#555555")
+        known = summary.known
+        # Seeds with nearly the same value lie beside each other instead of on top.
+        spread = [0.16 * (place - (len(known) - 1) / 2) for place in range(len(known))]
+        axis.scatter(known, [row + shift for shift in spread], color=colour, s=18, alpha=0.75, zorder=3)
+        if summary.mean is not None:
+            axis.plot([summary.mean] * 2, [row - 0.32, row + 0.32], color=colour, linewidth=2.4, zorder=2)
+        elif cell.seeds:
+            said = f"not reached ({len(summary.unreached)} of {len(cell.seeds)})" if summary.unreached else "no value"
+            axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=7,
+                      color="#555555")  # fmt: skip
+        if cell.name in papers:
+            value, certainty = papers[cell.name]
+            alpha = 1.0 if certainty == "certain" else 0.45
+            axis.scatter([value], [row], marker="D", s=42, facecolor="none", edgecolor="black", alpha=alpha, zorder=4)
+    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.label, 20) for cell in cells], fontsize=8)
+    axis.set_ylim(len(cells) - 0.5, -0.5)
+    axis.set_title(head(spec), fontsize=9)
+    axis.grid(alpha=0.3, axis="x")
+    axis.tick_params(axis="x", labelsize=8)
+    axis.ticklabel_format(axis="x", useOffset=False, scilimits=(-3, 5))
+    axis.margins(x=0.12)

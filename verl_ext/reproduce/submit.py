@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of a table as jobs of a Ray cluster: one job a cell and seed, whose id says which.
+
+The jobs need no working directory: the cluster's nodes are taken to share a file system with this machine, with this
+Python and the folder of the runs on it. What a job finds in its run folder (complete, or begun) is treated as on this
+machine, so a job that was lost is submitted again and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.reproduce import plan, runs
+from verl_ext.reproduce.run import jobs as find_jobs
+from verl_ext.reproduce.tables import Cell, Scale, Table
+
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+"""States of a Ray job that is over."""
+
+PATIENCE = 5
+"""Times that the cluster is asked before a lasting error is believed."""
+
+
+class SubmitError(RuntimeError):
+    """The cluster cannot be reached, or refuses a job."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job to be submitted.
+
+    Attributes:
+        name: of the job; its id is the name, with ``.2``, ``.3``, ... for later attempts.
+        entrypoint: command line.
+        environment: variables of the job.
+        progress: a few words on how far it is; None: not known.
+    """
+
+    name: str
+    entrypoint: str
+    environment: Mapping[str, str]
+    progress: Callable[[], str] | None = None
+
+
+def client(address: str) -> Any:
+    """Ray's job client.
+
+    Args:
+        address: of the cluster's dashboard, such as ``http://127.0.0.1:8265``.
+
+    Raises:
+        SubmitError: nothing answers there.
+    """
+    if not re.match(r"^https?://", address):
+        raise SubmitError(f"{address!r} is not the address of a Ray dashboard: give one such as http://127.0.0.1:8265")
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        raise SubmitError(
+            f"no Ray job server answers at {address}: start the cluster with its dashboard (`ray start --head "
+            f"--include-dashboard=true`) and give the dashboard's address. ({' '.join(str(error).split())[:200]})"
+        ) from error
+
+
+def attempts(server: Any, name: str) -> dict[int, Any]:
+    """Jobs of this name that the cluster remembers, by the number of the attempt, in order."""
+    found = {}
+    for job in server.list_jobs():
+        match = re.fullmatch(re.escape(name) + r"(?:\.(\d+))?", job.submission_id or "")
+        if match:
+            found[int(match[1] or 1)] = job
+    return {number: found[number] for number in sorted(found)}
+
+
+def state_of(job: Any) -> str:
+    """State of a job as a word."""
+    return str(getattr(job.status, "value", job.status))
+
+
+def submit_one(server: Any, task: Task) -> tuple[str, bool]:
+    """Submit a job unless it is running.
+
+    Returns:
+        The job's id, and whether it was submitted now.
+
+    Raises:
+        SubmitError: the cluster refuses it, or runs this job with another command.
+    """
+    before = attempts(server, task.name)
+    last = before[max(before)] if before else None
+    if last is not None and state_of(last) not in ENDED:
+        if last.entrypoint != task.entrypoint:
+            raise SubmitError(
+                f"the cluster is running {last.submission_id} with another command: {last.entrypoint}. "
+                f"Wait for it, or stop it with `ray job stop {last.submission_id}`"
+            )
+        return str(last.submission_id), False
+    number = 1 + max(before, default=0)
+    job_id = task.name if number == 1 else f"{task.name}.{number}"
+    for left in reversed(range(PATIENCE)):
+        try:
+            server.submit_job(
+                entrypoint=task.entrypoint,
+                submission_id=job_id,
+                runtime_env={"env_vars": dict(task.environment)},
+                metadata={"name": task.name},
+            )
+            break
+        except (RuntimeError, ValueError, OSError) as error:
+            text = " ".join(str(error).split())[:400]
+            # A cluster that has just been started says so until its agents are there.
+            if left == 0 or "try again later" not in text:
+                raise SubmitError(f"the cluster refuses {job_id}: {text}") from error
+            print(f"{job_id}: the cluster is not ready yet", flush=True)
+            time.sleep(2.0)
+    return job_id, True
+
+
+def submit(
+    server: Any, tasks: Sequence[Task], *, wait: bool = True, at_once: int = 1, interval: float = 2.0
+) -> dict[str, str]:
+    """Submit jobs, at most some at once, show how they go, and wait for them.
+
+    Args:
+        server: of :func:`client`.
+        tasks: in order.
+        wait: False: submit all of them now and return.
+        at_once: jobs that may run at the same time; verl wants the GPUs that it asks for to be free when it starts.
+        interval: seconds between two looks.
+
+    Returns:
+        Job id to its last known state.
+
+    Raises:
+        SubmitError: see :func:`submit_one`.
+    """
+    states: dict[str, str] = {}
+    shown: dict[str, str] = {}
+    running: dict[str, Task] = {}
+    waiting = list(tasks)
+    while waiting or running:
+        while waiting and (not wait or len(running) < max(at_once, 1)):
+            task = waiting.pop(0)
+            job_id, new = submit_one(server, task)
+            print(f"{job_id}: {'submitted' if new else 'is running already'}", flush=True)
+            running[job_id] = task
+        for job_id, task in list(running.items()):
+            info = look(server, job_id, interval)
+            states[job_id] = state_of(info)
+            text = states[job_id]
+            if text == "RUNNING" and task.progress is not None:
+                text = f"{text}, {task.progress()}"
+            if shown.get(job_id) != text:
+                shown[job_id] = text
+                print(f"{job_id}: {text}", flush=True)
+            if states[job_id] in ENDED:
+                del running[job_id]
+                if states[job_id] != "SUCCEEDED":
+                    tail = (server.get_job_logs(job_id) or info.message or "").splitlines()[-15:]
+                    print("\n".join(f"    {line}" for line in tail), flush=True)
+        if not wait:
+            break
+        if running:
+            time.sleep(interval)
+    return states
+
+
+def look(server: Any, job_id: str, interval: float) -> Any:
+    """What the cluster says of a job; a dashboard that is away for a moment is asked again.
+
+    Raises:
+        SubmitError: it does not answer, or does not know the job.
+    """
+    for _ in range(PATIENCE - 1):
+        try:
+            return server.get_job_info(job_id)
+        except (RuntimeError, OSError):
+            time.sleep(interval)
+    try:
+        return server.get_job_info(job_id)
+    except (RuntimeError, OSError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise SubmitError(f"the cluster no longer answers for {job_id} ({text}); the job may go on") from error
+
+
+def tasks_of(
+    table: Table,
+    scale: Scale,
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    *,
+    steps: int | None,
+    out: Path,
+    extra: Sequence[str],
+) -> list[Task]:
+    """The jobs of the runs that are not complete.
+
+    Raises:
+        RunError: see :func:`verl_ext.reproduce.run.jobs`.
+    """
+    found = []
+    for job in find_jobs(table, scale, cells, seeds, steps=steps, out=out, extra=extra):
+        if job.done:
+            print(f"{job.name}: complete in {job.folder}", flush=True)
+            continue
+        # fmt: off
+        words = [
+            sys.executable, "-m", "verl_ext.cli", "reproduce", "run", table.name, "--scale", scale.name,
+            "--cell", job.cell.name, "--seeds", str(job.seed), "--out", str(out), "--no-collect",
+            *([] if steps is None else ["--steps", str(steps)]), *extra,
+        ]
+        # fmt: on
+        environment = {name: os.environ[name] for name in scale.needs.inputs if os.environ.get(name)}
+        if os.environ.get("VERL_EXT_HOME"):
+            environment["VERL_EXT_HOME"] = os.environ["VERL_EXT_HOME"]
+
+        def progress(folder: Path = job.folder) -> str:
+            return f"step {runs.steps_of(folder)}{'' if steps is None else f'/{steps}'}"
+
+        name = f"verl_ext.{plan.experiment(table, scale, job.cell, job.seed)}"
+        found.append(Task(name, shlex.join(words), environment, progress))
+    return found
+
+
+def main(
+    table: Table,
+    scale: Scale,
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    *,
+    address: str,
+    steps: int | None = None,
+    out: Path = runs.DEFAULT_OUT,
+    extra: Sequence[str] = (),
+    wait: bool = True,
+    at_once: int = 1,
+) -> int:
+    """Submit cells and seeds of a table, wait for them and collect the table.
+
+    Returns:
+        0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.
+
+    Raises:
+        RunError: a run folder holds something else.
+        SubmitError: the cluster cannot be reached, or refuses a job.
+    """
+    out = out.absolute()
+    steps = scale.steps if steps is None else steps
+    server = client(address)
+    tasks = tasks_of(table, scale, cells, seeds, steps=steps, out=out, extra=extra)
+    if tasks:
+        print(f"The cluster's nodes are taken to share {out} and {sys.executable} with this machine.", flush=True)
+        if not wait and len(tasks) > 1:
+            print(f"All {len(tasks)} jobs start at once: the cluster must have free GPUs for all of them.", flush=True)
+    try:
+        states = submit(server, tasks, wait=wait, at_once=at_once)
+    except KeyboardInterrupt:
+        print(
+            "\nThe jobs go on. The same command watches them again; `ray job stop JOB_ID "
+            f"--address {address}` stops one.",
+            flush=True,
+        )
+        return 130
+    if not wait:
+        print("Give the same command again to see how they are, and to collect the table.")
+        return 0
+    failed = [job_id for job_id, state in states.items() if state != "SUCCEEDED"]
+    if failed:
+        print(f"not complete: {', '.join(failed)}; the same command submits them again", file=sys.stderr)
+    from verl_ext.reproduce import collect
+
+    return 1 if failed else collect.main(table, scale.name, out)

@@ -18,6 +18,9 @@ RHO = 0.05
 # Nothing is clipped, so that the loss has a short definition.
 LOSS = {"entropy_coeff": 0.1, "clip_ratio_low": 1e6, "clip_ratio_high": 1e6, "clip_ratio_c": 1e9}
 ULYSSES_ROWS = 3
+AGENT_OF = [0, 1, 2, 0, 1, 0, -1, 1]
+"""Agent of each row, -1 for none; on two ranks the third has rows on one of them only. A fourth agent has none."""
+AGENTS = 4
 TEMPERATURES = {"one": 1.0, "cool": 0.7, "rows": [0.5 + 0.2 * row for row in range(len(LENGTHS))]}
 
 
@@ -139,11 +142,88 @@ def main(model: str, out: str, rank: int, world: int, port: str) -> None:
                     data["response_mask"].values(), batch(chosen, vocabulary, **settings)["response_mask"].values()
                 )
                 results[f"{'packed' if rmpad else 'padded'}/{kind}/{name}"] = found
+    results["agents"] = agents(engine, chosen, vocabulary)
     if world > 1:
         results["sharded"] = sharded_vocabulary(engine, vocabulary)
         results["ulysses"] = ulysses(engine, vocabulary)
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
+
+
+def agents(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:
+    """Gradients with the agents separated and without, and of the loss of each agent's tokens by a backward of its own.
+
+    The loss has terms for entropy and KL. Also with dropout, in the attention.
+    """
+    import torch
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from verl_ext.integration.agent_gradients import AGENT
+    from verl_ext.integration.agent_gradients import AGENTS as COUNT
+    from verl_ext.integration.engine import engine_info
+
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_kl_loss=True, kl_loss_coef=0.3, **LOSS
+    )
+    loss = partial(ppo_loss, config=config)
+
+    def gradient(rmpad: bool, info: dict[str, Any], loss_function: Any, **told: Any) -> tuple[dict[str, Any], Any]:
+        data = batch(
+            chosen,
+            vocabulary,
+            temperature=0.7,
+            use_remove_padding=rmpad,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
+            calculate_entropy=True,
+            **info,
+            **told,
+        )
+        pairs = zip(data["old_log_probs"].unbind(), data["advantages"].unbind(), strict=True)
+        reference = [old + 0.3 * advantage for old, advantage in pairs]
+        data["ref_log_prob"] = torch.nested.as_nested_tensor(reference, layout=torch.jagged)
+        data[AGENT] = torch.tensor([AGENT_OF[i] for i in chosen])
+        torch.manual_seed(1)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, loss_function=loss_function)
+            found = {name: value.grad.full_tensor().clone() for name, value in engine.module.named_parameters()}
+        return found, output
+
+    def only(number: int) -> Any:
+        def own(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            agent = data[AGENT].clamp(min=0)  # rows of no agent go with the first
+            masks = zip(data["response_mask"].unbind(), agent, strict=True)
+            rows = [mask * int(one == number) for mask, one in masks]
+            data["response_mask"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            return loss(model_output=model_output, data=data, dp_group=dp_group)
+
+        return own
+
+    found: dict[str, Any] = {}
+    for name, info, rmpad in (
+        ("verl", {}, False),
+        ("pass", engine_info("on", None), True),
+        ("pruned", engine_info("on", RHO), True),
+    ):
+        separated, output = gradient(rmpad, info, loss, **{COUNT: AGENTS})
+        whole, plain = gradient(rmpad, info, loss)
+        found[name] = {
+            "separated": separated,
+            "whole": whole,
+            "own": [gradient(rmpad, info, only(number))[0] for number in range(AGENTS)],
+            "metrics": output["metrics"],
+            "plain_metrics": plain["metrics"],
+        }
+    attention = [part for part in engine.module.modules() if hasattr(part, "attention_dropout")]
+    assert attention
+    for part in attention:
+        part.attention_dropout = 0.5
+    found["dropout"] = [gradient(False, {}, loss, **told)[0] for told in ({COUNT: AGENTS}, {})]
+    for part in attention:
+        part.attention_dropout = 0.0
+    return found
 
 
 def sharded_vocabulary(engine: Any, vocabulary: int) -> dict[str, Any]:

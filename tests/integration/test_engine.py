@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.integration import dvp, engine
+from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
 
 HERE = Path(__file__).parent
@@ -179,9 +180,52 @@ def test_without_pruning_the_gradient_is_another(alone: dict[str, Any]) -> None:
     assert (plain - pruned).abs().max() > 0.1 * plain.abs().max()
 
 
+def check_agents(found: dict[str, Any]) -> dict[str, list[float]]:
+    """The agents' parts add up to the whole gradient, and each norm is that of a backward of the agent's own.
+
+    Returns:
+        The norms by case.
+    """
+    norms = {}
+    for case, one in found.items():
+        if case == "dropout":
+            separated, whole = one
+        else:
+            separated, whole = one["separated"], one["whole"]
+            reported = {name: value for name, value in one["metrics"].items() if name.startswith("agent_gradient/")}
+            norms[case] = []
+            for number, own in enumerate(one["own"]):
+                names = [f"agent_gradient/{number}/{statistic}" for statistic in ("mean", "max")]
+                norm = torch.stack([value.double().square().sum() for value in own.values()]).sum().sqrt().item()
+                if number == cases.AGENTS - 1:  # no rows, no pass
+                    assert norm == 0 and not any(name in reported for name in names)
+                    continue
+                assert norm > 1e-3 and all(reported[name] == [pytest.approx(norm, rel=1e-5)] for name in names)
+                norms[case].append(norm)
+            assert len(set(norms[case])) == cases.AGENTS - 1
+            assert set(one["metrics"]) - set(reported) == set(one["plain_metrics"])
+            for name, value in one["plain_metrics"].items():  # the loss and what else verl reports
+                assert getattr(one["metrics"][name], "values", one["metrics"][name]) == getattr(value, "values", value)
+        for name, value in whole.items():
+            torch.testing.assert_close(separated[name], value, rtol=1e-5, atol=1e-7)
+            assert value.abs().max() > 1e-6
+    return norms
+
+
+def test_agents_parts_add_up_to_the_gradient(alone: dict[str, Any]) -> None:
+    norms = check_agents(alone["agents"])
+    assert norms["pruned"] != pytest.approx(norms["pass"], rel=1e-3)
+    plain, with_dropout = alone["agents"]["verl"]["whole"], alone["agents"]["dropout"][1]
+    assert any((with_dropout[name] - value).abs().max() > 1e-4 for name, value in plain.items())
+
+
 @pytest.mark.slow
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
     both = run_ranks(model, 2)
+    norms = check_agents(alone["agents"])
+    for rank in both:
+        for case, own in check_agents(rank["agents"]).items():
+            assert own == pytest.approx(norms[case], rel=1e-4)
     for case, one in alone.items():
         if "/" not in case:
             continue
@@ -233,10 +277,11 @@ def test_registry_is_extended_once_and_language_models_only() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        assert extended[("cuda", "mine")].__mro__[1:3] == (engine.OnePassMixin, Mine)
+        assert extended[("cuda", "mine")].__mro__[1:4] == (AgentGradientsMixin, engine.OnePassMixin, Mine)
         assert extended[("cuda", "other")] is Other
         for device in ("cuda", "npu"):
-            assert extended[device].__mro__[1:3] == (engine.OnePassMixin, before["fsdp"][device])
+            mixins = (AgentGradientsMixin, engine.OnePassMixin)
+            assert extended[device].__mro__[1:4] == (*mixins, before["fsdp"][device])
             assert issubclass(registry["fsdp2"][device], engine.OnePassMixin)
         assert {n: dict(v) for n, v in EngineRegistry._engines["value_model"].items()} == values
         assert not issubclass(values["fsdp"]["cuda"], engine.OnePassMixin)

@@ -22,10 +22,14 @@ class AgentPoint:
     Attributes:
         score: mean score of its rows.
         energy_share: its share of the batch's gradient energy, the squared advantages summed over model tokens.
+        grad_norm, grad_norm_max: norm of its part of the gradient, mean and largest of the step's updates; None
+            without ``verl_ext.agent_gradients``.
     """
 
     score: float
     energy_share: float
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,27 @@ class Point:
     agents: Mapping[str, AgentPoint] = field(default_factory=dict)
 
     def agent_norm(self, agent: str) -> float | None:
-        """Estimated norm of the gradient of an agent's rows: the whole norm times the root of its share of energy.
+        """Norm of an agent's part of the gradient, mean of the step's updates: as logged, else an estimate.
 
-        Exact if the agents' gradients are orthogonal and all tokens' score functions are equally long; no backward
-        pass of its own is made for an agent.
+        The estimate is the whole norm times the root of the agent's share of energy. It is right if the agents'
+        gradients are orthogonal and all tokens' score functions equally long.
         """
-        if self.grad_norm is None or agent not in self.agents:
+        if agent not in self.agents:
             return None
-        return self.grad_norm * math.sqrt(self.agents[agent].energy_share)
+        own = self.agents[agent]
+        if own.grad_norm is not None or self.grad_norm is None:
+            return own.grad_norm
+        return self.grad_norm * math.sqrt(own.energy_share)
+
+    def agent_peak(self, agent: str) -> float | None:
+        """As :meth:`agent_norm`, for the update in which it is largest; an estimate knows only the mean."""
+        largest = self.agents[agent].grad_norm_max if agent in self.agents else None
+        return self.agent_norm(agent) if largest is None else largest
+
+
+def estimated(points: Sequence[Point], agents: Sequence[str]) -> bool:
+    """Whether the norm of any of the agents' gradients is an estimate in any of the points."""
+    return any(p.agents[name].grad_norm is None for p in points for name in agents if name in p.agents)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -87,7 +104,15 @@ def _point(step: int, data: dict[str, Any]) -> Point:
         step_seconds=data.get("timing_s/step"),
         prob_diff=data.get("training/rollout_probs_diff_max"),
         grad_norm=data.get("actor/grad_norm"),
-        agents={name: AgentPoint(data.get(f"agent/{name}/score/mean", 0.0), share) for name, share in shares.items()},
+        agents={
+            name: AgentPoint(
+                score=data.get(f"agent/{name}/score/mean", 0.0),
+                energy_share=share,
+                grad_norm=data.get(f"agent/{name}/grad_norm/mean"),
+                grad_norm_max=data.get(f"agent/{name}/grad_norm/max"),
+            )
+            for name, share in shares.items()
+        },
     )
 
 
@@ -171,7 +196,7 @@ def draw_scores(axes: Any, points: Sequence[Point], agents: Sequence[str]) -> No
 
 
 def draw_norms(axes: Any, points: Sequence[Point], agents: Sequence[str]) -> None:
-    """Norm of the gradient, and what each agent's rows have in it (:meth:`Point.agent_norm`)."""
+    """Norm of the gradient, and of each agent's part of it (:meth:`Point.agent_norm`)."""
     whole = [(p.step, p.grad_norm) for p in points if p.grad_norm is not None]
     if whole:
         axes.plot(*zip(*whole, strict=True), color="#bdbdbd", linewidth=2, label="all rows")
@@ -180,4 +205,4 @@ def draw_norms(axes: Any, points: Sequence[Point], agents: Sequence[str]) -> Non
         if known:
             axes.plot(*zip(*known, strict=True), color=COLOURS[number % len(COLOURS)], linewidth=1.2, label=agent)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("norm of the gradient (agents: estimate)")
+    axes.set_ylabel("norm of the gradient" + (" (agents: estimate)" if estimated(points, agents) else ""))

@@ -123,6 +123,7 @@ SECOND_TRY = DemoTask(
         "+verl_ext.orchestra.name=second_try",
         "+verl_ext.orchestra.modules=[verl_ext.demo.team]",
         "verl_ext.updates_per_batch=2",
+        "verl_ext.agent_gradients=true",
     ),
     agents=("solver", "reviser"),
 )

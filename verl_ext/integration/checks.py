@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import dvp, updates
+from verl_ext.integration import agent_gradients, dvp, updates
 from verl_ext.integration.columns import split_key
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import OptionError, discount, read, select
@@ -59,6 +59,7 @@ def check(config: Any) -> list[str]:
         check_orchestra(config)
     warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config), *updates.check(config)]
     warnings += dvp.check(config)
+    agent_gradients.check(config)
     for name in used:
         ESTIMATORS[name].check(config)
     if VERL_OTB & set(names):

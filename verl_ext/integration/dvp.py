@@ -201,15 +201,15 @@ def _sampler_settings(config: Any, rho: float) -> Iterator[tuple[str, Any, tuple
     yield f"{where}.val_kwargs.temperature", float(rollout.val_kwargs.temperature), (trained, 0.0)
     if name != "sglang":  # it has one mode
         yield f"{where}.logprobs_mode", rollout.get("logprobs_mode"), ("processed_logprobs",)
-    engine = _mapping(select(rollout.get("engine_kwargs"), name), f"{where}.engine_kwargs.{name}")
+    given = _mapping(select(rollout.get("engine_kwargs"), name), f"{where}.engine_kwargs.{name}")
     own = f"{where}.engine_kwargs.{name}"
-    yield f"{own}.logprobs_mode", engine.get("logprobs_mode"), ("processed_logprobs", None)
-    yield f"{own}.min_p", engine.get("min_p"), (rho, None)
+    yield f"{own}.logprobs_mode", given.get("logprobs_mode"), ("processed_logprobs", None)
+    yield f"{own}.min_p", given.get("min_p"), (rho, None)
     for key in ("speculative_config", "speculative_algorithm"):  # leaves min_p out
-        yield f"{own}.{key}", engine.get(key), (None,)
+        yield f"{own}.{key}", given.get(key), (None,)
     agreeing = {"min_p": (rho,), "top_p": (1.0,), "top_k": (-1, 0), "temperature": (trained,)}
     for node in ("override_generation_config", "preferred_sampling_params"):
-        for key, value in _mapping(engine.get(node), f"{own}.{node}").items():
+        for key, value in _mapping(given.get(node), f"{own}.{node}").items():
             if key in agreeing:
                 yield f"{own}.{node}.{key}", value, agreeing[key]
     if name == "sglang" and trained != 1.0:

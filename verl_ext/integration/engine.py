@@ -7,7 +7,8 @@ temperature inside: the logits are read once, and no scaled, narrowed or log-sof
 
 What a batch asks for travels with the batch, as non-tensor data beside verl's own ``calculate_entropy`` (`engine_info`
 makes it): the old-log-prob pass, the reference pass and the update may then ask for different things of one engine,
-every worker on every node sees the same, and a batch that does not ask goes to verl's own code, untouched.
+every worker on every node sees the same, and a batch that does not ask goes to verl's own code, untouched. A second
+mixin, of `agent_gradients`, separates the agents of an update if the batch asks for that.
 
 Only response positions are computed: nothing in verl reads the log-probabilities of a prompt, which are 0 here.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from verl_ext.integration.agent_gradients import AgentGradientsMixin
 
 ONE_PASS = "verl_ext_one_pass"
 RHO = "verl_ext_rho"
@@ -277,7 +280,7 @@ def _statistics(
 
 
 def extend_registry() -> None:
-    """Put the mixin in front of every registered FSDP language-model engine. Idempotent."""
+    """Put the mixins in front of every registered FSDP language-model engine. Idempotent."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -286,5 +289,7 @@ def extend_registry() -> None:
         for key, engine in list(registered.items()):
             if issubclass(engine, FSDPEngineWithLMHead) and not issubclass(engine, OnePassMixin):
                 registered[key] = type(
-                    engine.__name__, (OnePassMixin, engine), {"__doc__": engine.__doc__, "__module__": __name__}
+                    engine.__name__,
+                    (AgentGradientsMixin, OnePassMixin, engine),  # agents last: of what the one pass has made
+                    {"__doc__": engine.__doc__, "__module__": __name__},
                 )

@@ -11,6 +11,7 @@ In such a run it
 * asks the engine for the columns that the chosen estimators need, together with the old log-probabilities, computed
   in one pass over the logits; with ``dvp.rho`` they are those of the pruned policy, and the sampler prunes too;
 * cuts the batch into a fixed number of updates if ``verl_ext.updates_per_batch`` says so;
+* takes the norm of each agent's part of the gradient if ``verl_ext.agent_gradients`` says so;
 * makes the row fields available to the estimators while verl computes the advantages;
 * keeps the metrics of the steps before a resume, which verl's file logger would delete.
 """
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import checks, columns, dvp, updates, wraps
+from verl_ext.integration import agent_gradients, checks, columns, dvp, updates, wraps
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.metrics_file import keep_earlier_metrics
@@ -60,6 +61,8 @@ class VerlExtTrainer:
     """Mixin over a V1 trainer of verl. See the module's text."""
 
     config: Any
+    _agent_gradients = False
+    _agent_of: Mapping[str, str] = {}
 
     def __init__(self, config: Any) -> None:
         self._verl_ext = uses_verl_ext(config)
@@ -72,6 +75,7 @@ class VerlExtTrainer:
             self._pruning = dvp.Pruning.of(config)
         self._variance_batch: Any = None
         self._updates = updates.updates_per_batch(config) if self._verl_ext else None
+        self._agent_gradients = self._verl_ext and agent_gradients.wanted(config)
         self._transcripts: Any = None
         self._shown: Any = None
         super().__init__(config)  # type: ignore[call-arg]
@@ -187,22 +191,41 @@ class VerlExtTrainer:
         with wraps.replaced(wraps.ADVANTAGE, make):
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         metrics.update(active.metrics)
+        if self._agent_gradients:
+            with columns.active(active):
+                self._agent_of = agent_gradients.agent_by_key(active.columns, batch.keys)
         self._write_transcripts(batch, active)
         return batch
 
     @inert
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         actor = self.config.actor_rollout_ref.actor
+        agents: list[str] = []
+        if self._agent_gradients:
+            batch, agents = self._with_agents(batch)
         batch.extra_info.update(self._pruning.info("update"))
         with self._told(batch, actor, self.actor_rollout_wg, "update_actor", metrics):  # type: ignore[attr-defined]
             batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
         self._pruning.check_update(metrics)
+        metrics.update(agent_gradients.named_metrics(metrics, agents))
         if self._variance_batch is not None:
             from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
 
             metrics.update(compute_variance_proxy_metrics(self._variance_batch, metrics.get("actor/grad_norm")))
             self._variance_batch = None
         return batch
+
+    def _with_agents(self, batch: Any) -> tuple[Any, list[str]]:
+        """The batch with a column that says whose each row is, and the agents' names."""
+        import transfer_queue as tq
+        from tensordict import TensorDict
+
+        padding = [_padding(tag) for tag in batch.tags]
+        names, column = agent_gradients.number_agents(self._agent_of, batch.keys, padding)
+        fields = TensorDict({agent_gradients.AGENT: column}, batch_size=len(batch))
+        batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        batch.extra_info[agent_gradients.AGENTS] = len(names)
+        return batch, names
 
     def _active_batch(self, batch: Any) -> columns.ActiveBatch:
         """Row fields of the batch from its keys, tags and the agent loops' extra fields."""

@@ -35,6 +35,7 @@ from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, 
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.core import REASONS
 from verl_ext.rollout.orchestra.settings import check
+from verl_ext.rollout.rows import HOPELESS
 
 QUESTION = "What is 3 + 9?"
 
@@ -438,7 +439,7 @@ def test_an_engine_that_fails_cannot_be_hidden(play: Any) -> None:
 
 
 def test_an_orchestration_that_never_works_is_a_mistake(play: Any) -> None:
-    for _ in range(loop_module.HOPELESS - 1):
+    for _ in range(HOPELESS - 1):
         rows, _ = play("test_faulty", stuck, keys={"options": {"how": "raise"}})
         assert rows[-1].extra_fields["failure"] == "error"
     with pytest.raises(RuntimeError, match="'test_faulty' failed in each of its first 20 .*the blackboard"):
@@ -447,7 +448,7 @@ def test_an_orchestration_that_never_works_is_a_mistake(play: Any) -> None:
 
 def test_now_and_then_is_no_mistake(play: Any) -> None:
     play("test_faulty", stuck)
-    for _ in range(loop_module.HOPELESS + 1):
+    for _ in range(HOPELESS + 1):
         rows, _ = play("test_faulty", stuck, keys={"options": {"how": "raise"}})
     assert rows[-1].extra_fields["failure"] == "error"
 
@@ -486,6 +487,103 @@ def test_roles_are_overridable_and_may_be_user_text(play: Any, tmp_path: Path) -
     assert server.requests[1]["max_tokens"] == 2
 
 
+SHOWN = [{"user": "Tell a low number.", "assistant": "1"}, {"user": "Tell a high one.", "assistant": "99"}]
+
+
+def turns(prompt: str) -> list[tuple[str, str]]:
+    """Who says what in a prompt, without the begun answer."""
+    return [(who, text) for who, _, text in (one.partition("\n") for one in prompt.split("<|im_start|>")[1:-1])]
+
+
+@pytest.mark.parametrize("source", ["list", "json file", "yaml file", "file of the team"])
+def test_examples_are_turns_between_role_and_messages(play: Any, tmp_path: Path, source: str) -> None:
+    given: Any = SHOWN
+    if source != "list":
+        file = tmp_path / ("team.yaml" if "json" not in source else "team.json")
+        held = {"teller": SHOWN, "asker": []} if source == "file of the team" else SHOWN
+        file.write_text(json.dumps(held) if "json" in source else OmegaConf.to_yaml(OmegaConf.create(held)))
+        given = str(file)
+    row = {"raw_prompt": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": QUESTION}]}
+    rows, server = play("test_pair", PAIR, keys={"agents": {"teller": {"examples": given}}}, row=row)
+    end = "<|im_end|>\n"
+    shown = [("user", "Tell a low number."), ("assistant", "1"), ("user", "Tell a high one."), ("assistant", "99")]
+    assert turns(server.prompts[1]) == [
+        (who, text + end)
+        for who, text in [
+            ("system", "Tell a number."),
+            ("system", "Be kind."),
+            *shown,
+            ("user", QUESTION),
+            ("user", "how much?"),
+        ]
+    ]
+    assert len(turns(server.prompts[0])) == 3  # the other agent has none
+    assert fields(rows, "anchor_obs") == [QUESTION, "how much?"]
+    _, server = play("test_pair", PAIR, keys={"agents": {"teller": {"examples": given}}, "role_as": "user"})
+    assert turns(server.prompts[1])[0] == ("user", "Tell a number.\n\nTell a low number." + end)
+
+
+@agent(role="Show.", examples=[{"user": "One?", "assistant": "1"}])
+def shower(text):
+    return int(text)
+
+
+@orchestra("test_shown")
+async def shown_team(task, shower):
+    return (await shower(task.messages)).text
+
+
+def test_examples_of_the_decorator(play: Any) -> None:
+    _, server = play("test_shown", lambda prompt: "12")
+    assert [text[:4] for _, text in turns(server.prompts[0])] == ["Show", "One?", "1<|i", "What"]
+    _, server = play("test_shown", lambda prompt: "12", keys={"agents": {"shower": {"examples": []}}})
+    assert len(turns(server.prompts[0])) == 2
+    for examples, message in [
+        ([{"user": "One?", "assistant": "one"}], "agent shower: the answer of example 1, 'one', can't be read"),
+        ([{"user": "One?"}], "example 1 is .*give {user: ..., assistant: ...}"),
+        ([{"user": "One?", "assistant": "1"}, {"user": "", "assistant": "1"}], "example 2: user is ''; give text"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            agent("shower", role="Show.", examples=examples)(shower.read)
+    with pytest.raises(ValueError, match=r"example 1, 'x', can't be read .*\(KeyError: 'x'\)"):
+        agent("picker", role="Pick.", examples=[{"user": "Which?", "assistant": "x"}])({"y": 1}.__getitem__)
+
+
+def test_examples_are_never_shortened(play: Any) -> None:
+    words = " ".join(f"w{i}" for i in range(400))
+    row = {"raw_prompt": [{"role": "user", "content": words}]}
+    long = [{"user": f"{name} " * 20, "assistant": "1"} for name in ("uno", "due")]
+    keys = {"agents": {"asker": {"examples": long}}}
+    rows, server = play("test_pair", PAIR, row=row, prompt_length=400, keys=keys)
+    assert 390 < len(rows[0].prompt_ids) <= 400
+    first = server.prompts[0]
+    assert all(f"{one['user']}<|im_end|>" in first for one in long) and "Ask for a number.<|im_end|>" in first
+    assert "w0 w1" in first and "w399" in first and "[...]" in first
+    plain, _ = play("test_pair", PAIR, row=row, prompt_length=400)
+    cut, cut_plain = (fields(one, "prompt_tokens_cut")[0] for one in (rows, plain))
+    assert cut > cut_plain > 0  # what the examples take is taken from the message
+    rows, _ = play("test_pair", PAIR, row=row, prompt_length=120, keys=keys)
+    assert rows[-1].extra_fields["failure"] == "overlong_prompt"
+    assert "(role and 2 examples stay whole)" in rows[-1].extra_fields["failure_detail"]
+
+
+def test_mistakes_in_a_file_of_examples_are_named(tmp_path: Path) -> None:
+    def tried(text: str) -> None:
+        file = tmp_path / "examples.yaml"
+        file.write_text(text)
+        agents = {"teller": {"examples": str(file)}}
+        check(OmegaConf.create({"verl_ext": {"orchestra": {"name": "test_pair", "agents": agents}}}))
+
+    with pytest.raises(OptionError, match="has no examples of teller. Did you mean 'tellr'.*It has: tellr"):
+        tried("tellr: []")
+    with pytest.raises(OptionError, match="examples.yaml is neither YAML nor JSON"):
+        tried("[")
+    with pytest.raises(OptionError, match="agents.teller.examples: example 1: assistant is True; give text"):
+        tried("- {user: enough, assistant: yes}")  # YAML's true
+    with pytest.raises(OptionError, match="examples are None; give a list"):
+        tried("")
+
+
 def test_request_names_of_a_deterministic_run(play: Any) -> None:
     _, server = play("test_pair", PAIR, rollout={"full_determinism": True}, row={"priority": 9})
     assert [r["request_id"] for r in server.requests] == ["det-9-2-asker-1", "det-9-2-teller-2"]
@@ -515,6 +613,13 @@ def test_the_column_and_the_loop_entry_choose_too(play: Any) -> None:
         ({"name": "test_pair", "agents": {"asker": {"role_file": "/none"}}}, "asker.role_file: .*No such file"),
         ({"name": "test_pair", "agents": {"asker": {"role": "a", "role_file": "b"}}}, "both role and role_file"),
         ({"name": "test_pair", "agents": {"asker": {"max_tokens": 0}}}, "asker.max_tokens is 0"),
+        ({"name": "test_pair", "agents": {"asker": {"examples": "/none"}}}, "asker.examples: .*No such file"),
+        ({"name": "test_pair", "agents": {"asker": {"examples": 3}}}, "asker.examples: examples are 3; give a list"),
+        ({"name": "test_pair", "agents": {"asker": {"examples": [["a"]]}}}, r"asker.examples: example 1 is \['a'\]"),
+        (
+            {"name": "test_pair", "agents": {"teller": {"examples": [{"user": "a", "assistant": "b"}]}}},
+            "teller.examples: agent teller: the answer of example 1, 'b', can't be read",
+        ),
         ({"name": "test_pair", "call_timeout_s": 0}, "call_timeout_s is 0"),
         ({"name": "test_pair", "max_calls": 0}, "max_calls is 0"),
         ({"name": "test_pair", "on_failure": "ignore"}, "on_failure is 'ignore'; choose one of 'zero_reward'"),
@@ -737,7 +842,29 @@ def test_search_team(play: Any, corpus: dict[str, Any]) -> None:
     assert fields(rows, "agent_id") == ["verifier", "searcher", "verifier", "answerer"]
     assert rows[-1].reward_score == 1.0 and rows[-1].extra_fields["answer"] == "7674366"
     assert "Doc 1 (Title: Bogota) Bogota has a population" in server.prompts[2]
-    assert info(rows)["searches"] == info(rows)["searches_found"] == info(rows)["answered"] == 1.0
+    told = info(rows)
+    assert all(told[name] == 1.0 for name in ("searches", "searches_found", "searched_first", "answer_retrieved"))
+    assert told["answered"] == 1.0
+
+
+def test_search_team_tells_searching_from_reading(play: Any, corpus: dict[str, Any]) -> None:
+    def told(query: str, **row: Any) -> dict[str, float]:
+        answers = search_team(query)
+        rows, _ = play("search", answers, keys=keys, row={**QUERY_ROW, **row}, reward_path=QA)
+        return info(rows)
+
+    keys = {"retriever": corpus, "options": {"max_steps": 2}}
+    both = told("<search>population of Paris</search>")  # "population" finds the other city too
+    assert both["searches_found"] == both["searched_first"] == both["answer_retrieved"] == 1.0
+    keys["options"] = {"max_steps": 2, "top_k": 1}
+    wrong = told("<search>Paris</search>")
+    assert wrong["searches_found"] == 1.0 and wrong["answer_retrieved"] == wrong["acc"] == 0.0
+    unreadable = told("population of Bogota")
+    assert unreadable["searched_first"] == unreadable["searches"] == unreadable["answer_retrieved"] == 0.0
+    part = told("<search>Bogota</search>", reward_model={"ground_truth": ["767436"]})
+    assert part["answer_retrieved"] == 0.0  # a part of a word is not the word
+    keys["options"] = {"max_steps": 1}
+    assert told("<search>Bogota</search>")["searched_first"] == 0.0  # closed book: only the answerer is called
 
 
 def test_search_team_at_its_last_step(play: Any, corpus: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pandas
 import pytest
+from omegaconf import OmegaConf
 
 from verl_ext.rollout import geonames
+from verl_ext.rollout.orchestra import settings
 from verl_ext.rollout.retrieval import (
     Bm25Options,
     Bm25Retriever,
@@ -325,9 +327,38 @@ def test_the_excerpt_trains_and_is_searched(excerpt: dict[str, Path], tmp_path: 
     assert pandas.read_parquet(again["train"])["prompt"].map(str).tolist() == train["prompt"].map(str).tolist()
 
 
+def test_the_examples_are_what_the_team_would_see_and_say(excerpt: dict[str, Path]) -> None:
+    examples = json.loads(excerpt["examples"].read_text())
+    assert {name: len(one) for name, one in examples.items()} == {"verifier": 2, "searcher": 1, "answerer": 1}
+    retriever = {"kind": "bm25", "corpus": str(excerpt["corpus"])}
+    agents = {name: {"examples": str(excerpt["examples"])} for name in examples}
+    lineup = settings.check(
+        OmegaConf.create({"verl_ext": {"orchestra": {"name": "search", "retriever": retriever, "agents": agents}}})
+    )
+    assert lineup is not None
+    team = {one.name: one for one in lineup.agents}
+    values = {name: [one.read(example.assistant) for example in one.examples] for name, one in team.items() if one.read}
+    assert values["verifier"] == [False, True]
+    passages = {passage.text: passage for passage in read_corpus(excerpt["corpus"])}
+    (shown,) = [text for text in passages if text in team["answerer"].examples[0].user]
+    (query,), (answer,) = values["searcher"], values["answerer"]
+    assert passages[shown].title in query and answer in shown
+    prompts = [prompt for name in ("train", "val") for prompt in pandas.read_parquet(excerpt[name])["prompt"]]
+    asked = [prompt[0]["content"] for prompt in prompts]
+    assert not any(f"population of {passages[shown].title}?" in question for question in asked)
+    folder = excerpt["corpus"].parent
+    two = geonames.write(folder / "two", train=4, val=2, kinds=("capital", "population"), limit=20)
+    kinds = json.loads(two["examples"].read_text())
+    assert ["capital of" in one["user"] for one in kinds["searcher"]] == [True, False]
+    again = geonames.write(folder / "again", train=40, val=8, held_out=("country",), limit=120, seed=3)
+    assert again["examples"].read_text() == excerpt["examples"].read_text()
+
+
 def test_excerpts_that_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="'weather' is no kind of question"):
         geonames.write("nowhere", kinds=("weather",))
     with pytest.raises(ValueError, match="too few for train=512"):
         geonames.write("nowhere", limit=20)
+    with pytest.raises(ValueError, match="20 questions of population .* val=8 and an example of each kind"):
+        geonames.write("nowhere", train=12, val=8, limit=20)
     assert not Path("nowhere").exists()

@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl_ext.rollout.orchestra.search import context, finding
+from verl_ext.rollout.retrieval import Passage
 
 ATTRIBUTION = (
     "Facts from GeoNames (https://www.geonames.org), licensed under CC BY 4.0 "
@@ -111,7 +114,7 @@ def write(
     limit: int | None = None,
     seed: int = 0,
 ) -> dict[str, Path]:
-    """Write an excerpt: ``corpus.jsonl`` for the BM25 retriever, and prompts for verl.
+    """Write an excerpt: ``corpus.jsonl`` for the BM25 retriever, prompts for verl, and the team's demonstrations.
 
     Args:
         folder: made if it is not there.
@@ -122,7 +125,9 @@ def write(
         seed: of the choice of questions.
 
     Returns:
-        Paths by name: ``corpus``, ``train``, ``val``, ``attribution``.
+        Paths by name: ``corpus``, ``train``, ``val``, ``attribution``, and ``examples``: demonstrations for the team
+        ``search`` (``verl_ext.orchestra.agents.<name>.examples``), by a question of each kind in `kinds` that is in
+        neither file. A model that was not taught the team's tags needs them.
 
     Raises:
         ValueError: unknown kind, or fewer questions than asked for.
@@ -138,10 +143,13 @@ def write(
     others = [question for question in questions if question.kind in held_out]
     rng.shuffle(asked)
     rng.shuffle(others)
-    if len(asked) < train + val or (held_out and len(others) < val):
+    # The first of each kind, in plain letters if there is one: a name of many tokens is harder to copy.
+    unused = sorted(asked[train + val :], key=lambda question: not question.text.isascii())
+    spare = {question.kind: question for question in reversed(unused)}
+    if len(spare) < len(set(kinds)) or (held_out and len(others) < val):
         raise ValueError(
-            f"{len(asked)} questions of {', '.join(kinds)} and {len(others)} held out are too few for train={train} "
-            f"and val={val}: lower min_population or raise limit"
+            f"{len(asked)} questions of {', '.join(kinds)} and {len(others)} held out are too few for train={train}, "
+            f"val={val} and an example of each kind: lower min_population or raise limit"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,12 +158,46 @@ def write(
         file.writelines(json.dumps(passage, ensure_ascii=False) + "\n" for passage in passages)
     paths["attribution"].write_text(ATTRIBUTION + "\n", encoding="utf-8")
     pandas.DataFrame(_rows(asked[:train])).to_parquet(paths["train"])
+    by_id = {passage["id"]: passage for passage in passages}
+    examples = demonstrations([(spare[kind], by_id[spare[kind].passage_id]) for kind in dict.fromkeys(kinds)])
+    paths["examples"].write_text(json.dumps(examples, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     tested = asked[train : train + val] + (others[:val] if held_out else [])
     pandas.DataFrame(_rows(tested)).to_parquet(paths["val"])
     return paths
 
 
-_FILES = {"corpus": "corpus.jsonl", "train": "train.parquet", "val": "val.parquet", "attribution": "ATTRIBUTION.txt"}
+def demonstrations(shown: Sequence[tuple[Question, Mapping[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """Examples for the agents of the team ``search``: what each is told, in the team's own words, and should answer.
+
+    Args:
+        shown: questions and the passages that answer them.
+
+    Returns:
+        ``{user, assistant}`` by agent: the verifier's before and after the search, the searcher's, the answerer's.
+    """
+    made: dict[str, list[dict[str, str]]] = {"verifier": [], "searcher": [], "answerer": []}
+    for question, passage in shown:
+        query = _QUERIES[question.kind].format(passage["title"])
+        before = context(question.text, [])
+        after = context(question.text, [finding(query, [Passage(passage["id"], passage["title"], passage["text"])])])
+        made["verifier"] += [
+            {"user": before, "assistant": "<verify>no</verify>"},
+            {"user": after, "assistant": "<verify>yes</verify>"},
+        ]
+        made["searcher"].append({"user": before, "assistant": f"<search>{query}</search>"})
+        made["answerer"].append({"user": after, "assistant": f"<answer>{question.answers[0]}</answer>"})
+    return made
+
+
+_QUERIES = {"population": "population of {}", "country": "city {}", "capital": "capital of {}"}
+
+_FILES = {
+    "corpus": "corpus.jsonl",
+    "train": "train.parquet",
+    "val": "val.parquet",
+    "attribution": "ATTRIBUTION.txt",
+    "examples": "examples.json",
+}
 
 
 def _rows(questions: Sequence[Question]) -> list[dict[str, Any]]:

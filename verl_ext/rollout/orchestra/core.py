@@ -63,6 +63,47 @@ class OrchestraFailure(Exception):
 
 
 @dataclass(frozen=True)
+class Example:
+    """A demonstration: one message to an agent and the answer it should give.
+
+    Attributes:
+        user: the message, in the form in which the orchestration would put it.
+        assistant: the answer.
+    """
+
+    user: str
+    assistant: str
+
+    def __post_init__(self) -> None:
+        for name in ("user", "assistant"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"{name} is {value!r}; give text")
+
+
+def as_examples(given: Any) -> tuple[Example, ...]:
+    """Demonstrations of a list of `Example` or ``{user, assistant}``.
+
+    Raises:
+        ValueError: something else was given; the message numbers the example, from 1.
+    """
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ValueError(f"examples are {given!r:.80}; give a list of {{user: ..., assistant: ...}}")
+    made = []
+    for number, one in enumerate(given, start=1):
+        if isinstance(one, Example):
+            made.append(one)
+            continue
+        if not isinstance(one, Mapping) or set(one) != {"user", "assistant"}:
+            raise ValueError(f"example {number} is {one!r:.80}; give {{user: ..., assistant: ...}}")
+        try:
+            made.append(Example(**one))
+        except ValueError as error:
+            raise ValueError(f"example {number}: {error}") from error
+    return tuple(made)
+
+
+@dataclass(frozen=True)
 class Agent:
     """A member of a team. Usually made by the decorator `verl_ext.rollout.orchestra.agent`.
 
@@ -75,6 +116,8 @@ class Agent:
             ``function_tool_path``) or functions under verl's decorator ``function_tool``.
         model: name of the model that answers. There is one so far, `POLICY`.
         max_tokens: bound on the answer, on top of ``rollout.response_length``.
+        examples: demonstrations, chat turns between the role and the messages of every call. `read` must accept their
+            answers (an agent with tools may show a tool call instead).
     """
 
     name: str
@@ -83,12 +126,26 @@ class Agent:
     tools: tuple[str, ...] = ()
     model: str = POLICY
     max_tokens: int | None = None
+    examples: tuple[Example, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"agent name {self.name!r}: use an identifier, such as 'solver'")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"agent {self.name}: max_tokens={self.max_tokens} must be at least 1")
+        for number, example in enumerate(self.examples, start=1):
+            if self.tools:
+                continue
+            unread = (
+                f"agent {self.name}: the answer of example {number}, {example.assistant!r:.80}, can't be read by the "
+                "agent's own function: an agent that copies it would make no valid action"
+            )
+            try:
+                value = _read(self, example.assistant)
+            except Exception as error:
+                raise ValueError(f"{unread} ({type(error).__name__}: {error})") from error
+            if value is None:
+                raise ValueError(unread)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(

@@ -18,7 +18,7 @@ end it). ``reward_score`` of every row is the outcome.
 
 What goes wrong ends its own trajectory at most: its rows so far are returned with outcome 0 (or taken out of the
 batch, ``on_failure``), and a trajectory without any call is one row with an empty loss mask and ``valid_row=False``.
-Two things end more: an engine that fails is raised, and an orchestra of which each of the first `HOPELESS`
+Two things end more: an engine that fails is raised, and an orchestra of which each of the first `rows.HOPELESS`
 trajectories of a process has failed is taken for a mistake (in it, the reward function or a limit), and raised too.
 """
 
@@ -29,7 +29,6 @@ import inspect
 import json
 import logging
 import traceback
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -39,30 +38,21 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.integration.options import OptionError
-from verl_ext.rollout import multi_turn, rows
+from verl_ext.rollout import rows
 from verl_ext.rollout.orchestra import core, settings
 from verl_ext.rollout.orchestra.core import Agent, Completion, OrchestraFailure, Result, Task, Team
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.rows import ModelCall
 
 logger = logging.getLogger(__name__)
-# verl says for every trajectory anew which token builder it takes.
-logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(multi_turn._Once())
 
 AGENT_NAME = "verl_ext_orchestra"
-HOPELESS = 20
-"""So many failed trajectories before the first good one are a mistake."""
-
-TOLD = 5
-"""So many failures of each reason are written to the log of a process."""
-
 CUT = "\n[...]\n"
 """Stands where the middle of a message was taken out."""
 
 _prepared: dict[tuple[int, str], tuple[Any, settings.OrchestraSettings, Retriever | None, dict[str, Any]]] = {}
 _reward_functions: dict[int, tuple[Any, Any]] = {}
-_fates: dict[str, Counter[str]] = {}
-_told: Counter[tuple[str, str]] = Counter()
+_fates: dict[str, rows.Fates] = {}
 
 
 class OrchestraLoop(AgentLoopBase):
@@ -109,7 +99,7 @@ class OrchestraLoop(AgentLoopBase):
 
         Raises:
             OptionError: no such orchestra, or a setting that it does not take.
-            RuntimeError: see `HOPELESS`.
+            RuntimeError: see `rows.HOPELESS`.
             Exception: what the engine raised.
         """
         chosen = kwargs.get("orchestra")
@@ -126,10 +116,16 @@ class OrchestraLoop(AgentLoopBase):
         result, failure, detail = await self._play(team, lineup, task)
         if team.fatal is not None:
             raise team.fatal
-        _judge_fate(lineup.orchestra.name, failure, detail)
+        name = lineup.orchestra.name
+        fates = _fates.setdefault(name, rows.Fates(f"the orchestra {name!r}", logger))
+        if fates.note(failure, detail):
+            raise RuntimeError(
+                f"the orchestra {name!r} failed in each of its first {fates.failures.total()} trajectories in this "
+                f"process, last with {failure}: {detail}. Mend the orchestration, the reward function, the data or "
+                "verl_ext.orchestra.*"
+            )
         if failure:
             team.count(failure)
-            _tell(lineup.orchestra.name, failure, detail)
         return await self._rows(team, lineup, task, result, failure, detail, kwargs)
 
     async def _play(self, team: Team, lineup: settings.Lineup, task: Task) -> tuple[Result, str, str]:
@@ -335,11 +331,20 @@ class OrchestraLoop(AgentLoopBase):
             core.OVERLONG,
             f"the prompt of agent {agent.name} has {len(ids)} tokens, more than rollout.prompt_length="
             f"{self.prompt_length}"
-            + (", and its role alone fills it" if self.settings.overlong_prompt != "end" else ""),
+            + (", and it does not fit without its messages" if self.settings.overlong_prompt != "end" else "")
+            + (f" (role and {len(agent.examples)} examples stay whole)" if agent.examples else ""),
         )
 
     def _with_role(self, agent: Agent, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The whole conversation: role, the messages' own system messages, examples, the other messages."""
         body = [dict(message) for message in messages]
+        shown = [
+            {"role": role, "content": text}
+            for example in agent.examples
+            for role, text in (("user", example.user), ("assistant", example.assistant))
+        ]
+        first = next((i for i, message in enumerate(body) if message.get("role") != "system"), len(body))
+        body[first:first] = shown
         if not agent.role:
             return body
         if self.settings.role_as == "system":
@@ -467,25 +472,6 @@ def _reward_function(config: Any) -> Any:
 
         _reward_functions[id(config)] = config, get_custom_reward_fn(config) or default_compute_score
     return _reward_functions[id(config)][1]
-
-
-def _judge_fate(name: str, failure: str, detail: str) -> None:
-    """Raise when no trajectory of the orchestra has ever come to its end in this process. See `HOPELESS`."""
-    fates = _fates.setdefault(name, Counter())
-    fates["failed" if failure else "fine"] += 1
-    if failure and not fates["fine"] and fates["failed"] >= HOPELESS:
-        raise RuntimeError(
-            f"the orchestra {name!r} failed in each of its first {fates['failed']} trajectories in this process, last "
-            f"with {failure}: {detail}. Mend the orchestration, the reward function, the data or verl_ext.orchestra.*"
-        )
-
-
-def _tell(name: str, failure: str, detail: str) -> None:
-    """Say why a trajectory failed, for the first few of each reason; the metrics count all."""
-    told = _told[name, failure] = _told[name, failure] + 1
-    if told <= TOLD:
-        more = "; further ones are counted in the metrics only" if told == TOLD else ""
-        logger.warning("a trajectory of the orchestra %s failed (%s): %s%s", name, failure, detail, more)
 
 
 def _shorten(messages: Sequence[Mapping[str, Any]], tokens: Any, limit: int) -> list[int] | None:

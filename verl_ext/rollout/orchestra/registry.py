@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from verl_ext.integration.options import OptionError, _coerce
-from verl_ext.rollout.orchestra.core import POLICY, Agent
+from verl_ext.rollout.orchestra.core import POLICY, Agent, Example, as_examples
 
 SHIPPED = {
     "solver_verifier": "verl_ext.rollout.orchestra.solver_verifier",
@@ -56,6 +56,7 @@ def agent(
     tools: Sequence[str] = (),
     model: str = POLICY,
     max_tokens: int | None = None,
+    examples: Sequence[Example | Mapping[str, str]] = (),
 ) -> Callable[[Callable[[str], Any]], Agent]: ...
 def agent(
     name: str | Callable[[str], Any] | None = None,
@@ -64,6 +65,7 @@ def agent(
     tools: Sequence[str] = (),
     model: str = POLICY,
     max_tokens: int | None = None,
+    examples: Sequence[Example | Mapping[str, str]] = (),
 ) -> Agent | Callable[[Callable[[str], Any]], Agent]:
     """Make an agent of a function that reads its answers. The docstring is the agent's role.
 
@@ -80,14 +82,18 @@ def agent(
         tools: names of tools that it may call.
         model: name of the model that answers.
         max_tokens: bound on its answers, on top of ``rollout.response_length``.
+        examples: demonstrations, a list of ``{user, assistant}``: chat turns between the role and a call's messages.
 
     Returns:
         An `Agent`, which orchestras take as a parameter of its name.
+
+    Raises:
+        ValueError: a name, bound or example that can't be used; the message names it.
     """
 
     def make(read: Callable[[str], Any], named: str | None = None) -> Agent:
         prompt = inspect.cleandoc(read.__doc__ or "") if role is None else role
-        return Agent(named or read.__name__, prompt, read, tuple(tools), model, max_tokens)
+        return Agent(named or read.__name__, prompt, read, tuple(tools), model, max_tokens, as_examples(examples))
 
     if callable(name):
         return make(name)

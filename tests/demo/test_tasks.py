@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from verl_ext import cli
 from verl_ext.demo import compare, run, tasks
 from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.curve import draw, read_metrics
+from verl_ext.demo.curve import draw, estimated, read_metrics
 from verl_ext.demo.data import write_parquet
 from verl_ext.demo.recipes import LakeRecipe
 
@@ -134,8 +133,11 @@ def test_guessing_is_as_good_as_the_answers_are_few(tmp_path: Path) -> None:
     assert tasks.SECOND_TRY.chance(assets) == pytest.approx(1 / 4 + 3 / 16 * 0.1, abs=0.03)
 
 
-def metrics(path: Path, reward: float, steps: int = 6) -> None:
-    """A run's metrics as verl writes them: the solver's energy is nine times the reviser's."""
+def metrics(path: Path, reward: float, steps: int = 6, norms: bool = False) -> None:
+    """A run's metrics as verl writes them: the solver's energy is nine times the reviser's.
+
+    With `norms` also those of the agents' gradients: the reviser's is 1.5, but 12 in an update of the last step.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = [{"step": 0, "data": {"val-core/x/reward/mean@1": 0.25}}]
     for step in range(1, steps + 1):
@@ -148,6 +150,11 @@ def metrics(path: Path, reward: float, steps: int = 6) -> None:
             "agent/reviser/gradient_energy_share": 0.1,
             "agent/reviser/score/mean": 0.05 if step > 1 else 0.0,
         }
+        if norms:
+            last = step == steps
+            data |= {"agent/solver/grad_norm/mean": 1.0, "agent/solver/grad_norm/max": 1.25}
+            data |= {"agent/reviser/grad_norm/mean": 6.75 if last else 1.5}
+            data |= {"agent/reviser/grad_norm/max": 12.0 if last else 1.5}
         lines.append({"step": step, "data": data})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -160,6 +167,13 @@ def test_points_know_the_agents(tmp_path: Path) -> None:
     assert points[1].agent_norm("nobody") is None
     norms = [points[2].agent_norm(name) or 0.0 for name in ("solver", "reviser")]
     assert math.hypot(*norms) == pytest.approx(2.0)
+    assert points[1].agent_peak("solver") == points[1].agent_norm("solver")
+    assert estimated(points, ["solver", "reviser"])
+    metrics(tmp_path / "metrics.jsonl", 0.8, norms=True)
+    points = read_metrics(tmp_path / "metrics.jsonl")
+    assert [points[-1].agent_norm(name) for name in ("solver", "reviser")] == [1.0, 6.75]
+    assert [points[-1].agent_peak(name) for name in ("solver", "reviser")] == [1.25, 12.0]
+    assert points[0].agent_peak("solver") is None and not estimated(points, ["solver", "reviser"])
 
 
 def test_summary_and_lines_of_the_plot(tmp_path: Path) -> None:
@@ -192,6 +206,12 @@ def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest
     labels = [text.get_text() for text in team.axes[2].get_legend().get_texts()]
     assert labels == ["all rows", "solver", "reviser"]
     assert list(team.axes[2].lines[0].get_ydata()) == [2.0, 2.0, 10.0, 2.0, 2.0, 2.0]
+    assert team.axes[2].get_ylabel() == "norm of the gradient (agents: estimate)"
+    metrics(tmp_path / "metrics.jsonl", 0.6, norms=True)
+    draw(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "known.png", "known", agents=("solver", "reviser"))
+    known = figures[-1].axes[2]
+    assert list(known.lines[2].get_ydata()) == [1.5] * 5 + [6.75]
+    assert known.get_ylabel() == "norm of the gradient"
     monkeypatch.undo()
     pyplot.close("all")
 
@@ -200,7 +220,9 @@ def test_bands_over_seeds() -> None:
     found = compare.band([{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0, 3: 4.0}], width=1)
     assert found == compare.Band([1, 2, 3], [0.5, 1.0, 4.0], [0.0, 1.0, 4.0], [1.0, 1.0, 4.0])
     assert compare.band([{1: 0.0, 2: 1.0}], width=2).mean == [0.0, 0.5]
-    assert compare.spike({1: 2.0, 2: 2.0, 3: 10.0}) == 5.0 and math.isnan(compare.spike({}))
+    norms = {1: 2.0, 2: 2.0, 3: 10.0}
+    assert compare.spike(norms, norms) == 5.0 and math.isnan(compare.spike({}, {}))
+    assert compare.spike(norms, {1: 3.0, 2: 2.0, 3: 14.0}) == 7.0
 
 
 def test_a_comparison_runs_what_is_missing_and_no_more(
@@ -210,18 +232,20 @@ def test_a_comparison_runs_what_is_missing_and_no_more(
     made: list[tuple[str, int]] = []
     level = {"dr_mas": 0.9, "grpo": 0.6}
 
-    def trained(args: argparse.Namespace) -> int:
-        name = "+".join(args.recipe)
-        made.append((name, args.seed))
-        if (name, args.seed) == ("grpo", 1) and len(made) < 4:
+    def trained(
+        task: tasks.DemoTask, recipes: Sequence[str], *, steps: int, seed: int, out: Path, extra: Sequence[str] = ()
+    ) -> int:
+        name = "+".join(recipes)
+        made.append((name, seed))
+        if (name, seed) == ("grpo", 1) and len(made) < 4:
             return 130  # Ctrl-C
-        metrics(args.out / "metrics.jsonl", level[name] + 0.01 * args.seed, args.steps)
-        points = read_metrics(args.out / "metrics.jsonl")
-        summary = run.summarize(points, args.recipe, args.seed, args.steps, tasks.TASKS[args.task], 0.05)
-        (args.out / "summary.json").write_text(json.dumps(summary))
+        metrics(out / "metrics.jsonl", level[name] + 0.01 * seed, steps, norms=name == "dr_mas")
+        points = read_metrics(out / "metrics.jsonl")
+        summary = run.summarize(points, recipes, seed, steps, task, 0.05)
+        (out / "summary.json").write_text(json.dumps(summary))
         return 0
 
-    monkeypatch.setattr(run, "main", trained)
+    monkeypatch.setattr(run, "run_task", trained)
     words = ["--task", "second_try", "--recipes", "dr_mas", "grpo", "--steps", "6", "--out", str(tmp_path)]
     assert compare.main([*words, "--seeds", "0"]) == 0
     assert made == [("dr_mas", 0), ("grpo", 0)]
@@ -236,6 +260,9 @@ def test_a_comparison_runs_what_is_missing_and_no_more(
     numbers = json.loads((tmp_path / "comparison.json").read_text())["recipes"]
     assert numbers["grpo"]["reward_after"] == pytest.approx([0.5, 0.61 * 5 / 6])
     assert numbers["grpo"]["agents"]["reviser"]["norm_spike"] == pytest.approx([5.0, 5.0])
+    assert numbers["grpo"]["agents"]["reviser"]["estimated"] == [True, True]
+    own = numbers["dr_mas"]["agents"]["reviser"]  # whose runs have logged the norms
+    assert (own["norm_spike"], own["grad_norm_median"], own["estimated"]) == ([8.0] * 2, [1.5] * 2, [False] * 2)
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert compare.main([*words, "--seeds", "0", "1", "--steps", "9", "--draw"]) == 1  # no run is that long

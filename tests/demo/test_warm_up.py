@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from verl_ext.demo.data import dataset_config, generate
-from verl_ext.demo.model import GIVE_UP, Codec, conversation, measure, sample, train_tokenizer, warm_up
+from verl_ext.demo.model import GIVE_UP, Codec, conversation, make_model, measure, sample, train_tokenizer, warm_up
 from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
@@ -31,21 +31,7 @@ def codec(entries: list[dict[str, Any]]) -> Codec:
 def small_model(codec: Codec) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(codec.tokenizer),
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                initializer_range=0.05,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=codec.end_id,
-                pad_token_id=codec.pad_id,
-            )
-        )
+        return make_model(codec, hidden_size=64, layers=2, heads=2, init_std=0.05)
 
 
 def tasks_of(entries: list[dict[str, Any]]) -> list[ReasoningGymTask]:

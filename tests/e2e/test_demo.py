@@ -83,10 +83,19 @@ def test_a_comparison_runs_the_demo_on_a_task_of_its_recipes_kind(tmp_path: Path
     metrics = Run(out, 0, 0.0).metrics
     shares = [metrics[1][f"agent/{name}/gradient_energy_share"] for name in agents]
     assert sum(shares) == pytest.approx(1.0) and min(shares) > 0
+    for step in (1, 2):
+        norms = [metrics[step][f"agent/{name}/grad_norm/mean"] for name in agents]
+        peaks = [metrics[step][f"agent/{name}/grad_norm/max"] for name in agents]
+        whole = metrics[step]["actor/grad_norm"]
+        assert whole <= sum(norms) * (1 + 1e-6) and (step > 1 or min(norms) > 0)
+        # There are two updates, so the largest norm is at most twice the mean.
+        assert all(norm <= peak <= 2 * norm * (1 + 1e-6) for norm, peak in zip(norms, peaks, strict=True))
+        assert not any("agent_gradient" in name for name in metrics[step])
     assert metrics[1]["rollout/failed_trajectories"] == 0
     for name in ("reward.png", "rollouts/1.jsonl"):
         assert (out / name).stat().st_size > 0
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "comparison.json").read_text())["recipes"]["dr_mas"]["seeds"] == [0]
+    compared = json.loads((tmp_path / "comparison.json").read_text())["recipes"]["dr_mas"]
+    assert compared["seeds"] == [0] and compared["agents"]["solver"]["estimated"] == [False]
     again = compare()
     assert "dr_mas, seed 0: complete in" in again and "main_ppo" not in again

@@ -32,6 +32,7 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
         "actor_rollout_ref.actor.optim.clip_grad=1000000.0",
         "verl_ext.updates_per_batch=1",
+        "verl_ext.agent_gradients=true",
     ]
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     one = own.run(
@@ -50,6 +51,9 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
         rel = 1e-4 if step == 1 else 1e-2  # Adam divides by gradients that are nearly zero
         assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=rel)
         assert second["actor/pg_loss"] == pytest.approx(first["actor/pg_loss"], rel=rel, abs=1e-5)
+        for found in (first, second):  # one agent has written all rows
+            assert found["agent/solver/grad_norm/mean"] == pytest.approx(found["actor/grad_norm"], rel=1e-5)
+            assert found["agent/solver/grad_norm/max"] == found["agent/solver/grad_norm/mean"]
 
     rows = {row["key"]: row for row in one.rows(1)}
     records = read(one.folder, Choice(steps=(1, 1)))

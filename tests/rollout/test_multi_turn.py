@@ -8,11 +8,10 @@ import json
 import time
 from typing import Any
 
-import hydra
 import pytest
+from loops import make_loop
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, _agent_loop_registry
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
@@ -85,16 +84,7 @@ def play(
     }
 
     async def run() -> list[AgentLoopOutput]:
-        loop = hydra.utils.instantiate(
-            config=_agent_loop_registry[AGENT_NAME],
-            trainer_config=DictConfigWrap(config),
-            server_manager=server,
-            tokenizer=tokenizer,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-        )
+        loop = make_loop(AGENT_NAME, config, server, tokenizer)
         assert isinstance(loop, MultiTurnVerifierLoop)
         return await loop.run({"temperature": 1.0}, **columns)
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import pytest
+from loops import make_loop
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, _agent_loop_registry
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
@@ -91,16 +90,7 @@ def play_many(
     server = ScriptedEngine(tokenizer, texts, end=end)
 
     async def one(session: int, row: dict[str, Any]) -> list[AgentLoopOutput]:
-        loop = hydra.utils.instantiate(
-            config=_agent_loop_registry[AGENT_NAME],
-            trainer_config=DictConfigWrap(config),
-            server_manager=server,
-            tokenizer=tokenizer,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-        )
+        loop = make_loop(AGENT_NAME, config, server, tokenizer)
         assert isinstance(loop, StepWiseLoop)
         prompt = [{"role": "user", "content": "Play."}]
         given = {"raw_prompt": prompt, "session_id": session, "index": 0, "global_steps": 3, "uid": "u", **row}
@@ -379,8 +369,7 @@ def test_what_no_trajectory_can_do_is_an_error(tokenizer: Any) -> None:
 def test_an_environment_in_which_everything_fails_is_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_ext.rollout import step_wise
 
-    monkeypatch.setattr(step_wise, "_failed_so_far", {})
-    monkeypatch.setattr(step_wise, "_good", set())
+    monkeypatch.setattr(step_wise, "_fates", {})
     broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}}
     results, _ = play_many(tokenizer, [act("forward")], [{}] * 25, environment=broken)
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -392,6 +381,17 @@ def test_an_environment_in_which_everything_fails_is_an_error(tokenizer: Any, mo
     assert info(good)["success"] == 1.0  # and from here on failures are of single trajectories
     results, _ = play_many(tokenizer, [act("forward")], [{}] * 25, environment=broken)
     assert not any(isinstance(result, BaseException) for result in results)
+
+
+def test_verls_note_on_the_token_builder_does_not_come_back(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """verl makes a loop, and says which token builder it takes, for every trajectory; here once in a process."""
+    said = "No model-specific Continuous Token builder"
+    for _ in range(2):
+        play(tokenizer, [act("forward")], {"index": 1})
+    assert caplog.text.count(said) <= 1
+    caplog.clear()
+    play(tokenizer, [act("forward")], {"index": 1})
+    assert said not in caplog.text
 
 
 def metrics_of(results: Sequence[list[AgentLoopOutput]], padding: int = 0) -> dict[str, float]:

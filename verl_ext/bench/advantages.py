@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from verl_ext.bench._memory import GROUP, METHODS, Batch, make_batch
+from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
 
 HEADLINE = ((256, 512), (1024, 1024), (4096, 512))
 LONG = ((256, 4096), (256, 8192))
@@ -71,13 +72,7 @@ def compare(
     clock: Clock, ours: Callable[[], Any], theirs: Callable[[], Any] | None, repeats: int
 ) -> tuple[float, float | None, float | None]:
     """Median times of ours and theirs and the median of their ratios, in alternating order, after a warm-up."""
-    functions = [ours] if theirs is None else [ours, theirs]
-    for function in functions:
-        function()
-    times: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats):
-        for which in range(len(functions)) if repeat % 2 == 0 else reversed(range(len(functions))):
-            times[which].append(clock(functions[which]))
+    times = alternate(clock, [ours] if theirs is None else [ours, theirs], repeats)
     if theirs is None:
         return statistics.median(times[0]), None, None
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
@@ -231,10 +226,6 @@ def _line(entry: Comparison) -> str:
     )
 
 
-def _progress(text: str) -> None:
-    print(f"... {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -246,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller shapes, growth up to 1e7 tokens; for a check")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads {args.threads} must be at least 1")
+    at_least_one(parser, args, "threads")
     torch.set_num_threads(args.threads)
     clock = Clock(args.threads)
 
@@ -262,14 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for shape in (*headline, *long):
         for tools in (False, True):
-            _progress(f"estimators at {shape[0]}x{shape[1]}{', tool tokens' if tools else ''}")
+            progress(f"estimators at {shape[0]}x{shape[1]}{', tool tokens' if tools else ''}")
             show(compare_estimators(clock, shape, tools))
     # The figures of these two are at one published size each, with --quick too.
-    _progress("hgpo: 16 prompts x 8 trajectories x 50 steps, 512 tokens, K=2")
+    progress("hgpo: 16 prompts x 8 trajectories x 50 steps, 512 tokens, K=2")
     call, floor = hgpo_case(16, 8, 50, 512)
     hgpo = compare(clock, call, None, MIN_REPEATS)
     show([Comparison("hgpo, K=2", (6400, 512), *hgpo, _floor(clock, floor))])
-    _progress("losses, forward and backward")
+    progress("losses, forward and backward")
     ours, theirs, floor = kpo_case(256, 4096)
     kpo = compare(clock, ours, theirs, MIN_REPEATS if args.quick else 11)
     show([Comparison("kpo against vanilla", (256, 4096), *kpo, _floor(clock, floor))])
@@ -278,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     grown = ("otb", "trloo")
     cases = [(method, count, GROWTH_LENGTH) for method in grown for count in rows]
     cases += [(method, rows[-1 if args.quick else -2], GROWTH_LENGTH) for method in METHODS if method not in grown]
-    _progress(f"growth and memory, up to {rows[-1] * GROWTH_LENGTH:.0e} tokens")
+    progress(f"growth and memory, up to {rows[-1] * GROWTH_LENGTH:.0e} tokens")
     try:
         probes = probe(cases)
     except RuntimeError as error:
@@ -329,8 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verl-ext bench advantages: not finite: {worst}", file=sys.stderr)
         return 1
     if args.json:
-        rounded = {key: round(value, 4) for key, value in figures.items()}
-        print(json.dumps({**rounded, "threads": args.threads, "quick": args.quick}))
+        print(json.dumps({**rounded(figures), "threads": args.threads, "quick": args.quick}))
     return 0
 
 

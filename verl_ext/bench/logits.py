@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_ext.bench._memory import _fill_to_peak, _peak
+from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
 from verl_ext.methods.logits_pass import TokenStatistics, token_statistics
 
@@ -81,18 +82,6 @@ class Clock:
         begin = self._now()
         function()
         return self._now() - begin
-
-
-def compare(clock: Clock, functions: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Times of each function, called in alternating order after a warm-up."""
-    for function in functions:
-        function()
-    times: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats):
-        order = range(len(functions))
-        for which in order if repeat % 2 == 0 else reversed(order):
-            times[which].append(clock(functions[which]))
-    return times
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -148,7 +137,7 @@ def compare_variants(
         ("entropy, squares, no pruning", {**everything, "rho": 0.0}, False),
         ("log-probability alone", {}, False),
     ]
-    copy = statistics.median(compare(clock, [lambda: fresh.copy_(logits)], repeats)[0])
+    copy = statistics.median(alternate(clock, [lambda: fresh.copy_(logits)], repeats)[0])
     bandwidth = 2 * logits.nbytes / copy
     figures = []
     for name, options, with_entropy in variants[: 1 if headline_alone else None]:
@@ -163,8 +152,10 @@ def compare_variants(
             outputs = [found.log_probs] + ([found.entropy] if with_entropy and found.entropy is not None else [])
             torch.autograd.backward(outputs, [weight] * len(outputs))
 
-        ours, *theirs = compare(clock, [forward, *(partial(plain_forward, result) for result in results)], repeats)
-        ours_both, *theirs_both = compare(clock, [both, *(partial(plain_both, result) for result in results)], repeats)
+        ours, *theirs = alternate(clock, [forward, *(partial(plain_forward, result) for result in results)], repeats)
+        ours_both, *theirs_both = alternate(
+            clock, [both, *(partial(plain_both, result) for result in results)], repeats
+        )
         median, median_both = statistics.median(ours), statistics.median(ours_both)
         figures.append(
             Figures(
@@ -241,10 +232,6 @@ def _line(entry: Figures) -> str:
     )
 
 
-def _progress(text: str) -> None:
-    print(f"... {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -256,8 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--measure-memory", metavar="V:DTYPE", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads {args.threads} must be at least 1")
+    at_least_one(parser, args, "threads")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device on this machine; use --device cpu")
     torch.set_num_threads(args.threads)
@@ -278,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dtype in dtypes:
         print(f"\n{dtype} logits, {size >> 20} MB of them\n{HEADER}")
         for vocabulary in VOCABULARIES:
-            _progress(f"{dtype}, vocabulary {vocabulary}")
+            progress(f"{dtype}, vocabulary {vocabulary}")
             found = compare_variants(clock, vocabulary, DTYPES[dtype], device, size, repeats, args.quick)
             for entry in found:
                 print(_line(entry), flush=True)
@@ -315,14 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if args.json:
         found_all = {**figures, "dtype": dtypes[0], "device": args.device, "threads": args.threads, "quick": args.quick}
-        print(json.dumps(_rounded({**found_all, "details": details})))
+        print(json.dumps(rounded({**found_all, "details": details})))
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

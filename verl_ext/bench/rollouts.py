@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_ext.bench._shared import at_least_one
+
 ENGINES = ("embedded", "vllm")
 GOAL = 2 / 3
 OBSERVATION_TOKENS, PROMPT_TOKENS = 8, 32
@@ -71,8 +73,8 @@ def plan(trajectories: int, seed: int) -> list[Call]:
 def steps(calls: Sequence[Call]) -> tuple[int, int]:
     """Decoding steps of the two schedules, on their own and in lock step, if all rows decode together."""
     alone = max(sum(call.lengths) for call in calls)
-    longest = [max((call.lengths[turn] for call in calls if turn < len(call.lengths)), default=0) for turn in range(99)]
-    return alone, sum(longest)
+    turns = range(max(len(call.lengths) for call in calls))
+    return alone, sum(max(call.lengths[turn] for call in calls if turn < len(call.lengths)) for turn in turns)
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Cost:
@@ -97,27 +99,16 @@ def expected_ratio(calls: Sequence[Call], cost: Cost) -> float:
 def make_model(folder: Path, vocabulary: int = 256) -> Path:
     """An untrained Llama of the demo's size: 2 layers, width 64."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from verl_ext.demo.model import train_tokenizer
+    from verl_ext.demo import model
 
-    tokenizer = train_tokenizer([f"What is {i} times {i + 7}?" for i in range(200)], vocab_size=vocabulary)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    codec = model.Codec(
+        model.train_tokenizer([f"What is {i} times {i + 7}?" for i in range(200)], vocab_size=vocabulary)
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    made = model.make_model(codec, hidden_size=64, layers=2, heads=2, init_std=0.02, max_tokens=2048)
+    made.save_pretrained(folder)
+    codec.tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -291,9 +282,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="16 trajectories, one pair: to see that it runs")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args(argv)
-    for name in ("trajectories", "pairs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    at_least_one(parser, args, "trajectories", "pairs")
     if args.quick:
         args.trajectories, args.pairs = min(args.trajectories, 16), 1
     if args.engine == "vllm":

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from verl_ext.bench._shared import at_least_one
+
 VARIANTS = ("verl", "grpo", "otb", "dvp")
 GOAL = 1.05
 
@@ -186,9 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object in the last line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    for name in ("rounds", "rows", "prompt", "response", "vocabulary", "micro"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; give at least 1")
+    at_least_one(parser, options, "rounds", "rows", "prompt", "response", "vocabulary", "micro")
     if options.rows % options.micro:
         parser.error(f"--rows {options.rows} is no multiple of --micro {options.micro}")
     shape = [options.rows, options.prompt, options.response, options.vocabulary, options.micro]

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.cache import home
+
 if TYPE_CHECKING:
     from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe
 
@@ -73,17 +75,6 @@ class DemoAssets:
             lines.append("measured: " + ", ".join(f"{k} {v}" for k, v in self.measured.items()))
         lines.append("found in the cache" if self.cached else f"made in {self.seconds:.1f} s")
         return "\n".join(lines)
-
-
-def home() -> Path:
-    """Folder of everything that this package caches.
-
-    ``$VERL_EXT_HOME``, else ``$XDG_CACHE_HOME/verl_ext``, else ``~/.cache/verl_ext``.
-    """
-    if os.environ.get("VERL_EXT_HOME"):
-        return Path(os.environ["VERL_EXT_HOME"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "verl_ext"
 
 
 def say(line: str) -> None:
@@ -141,17 +132,16 @@ def prepare_demo(
         FileExistsError: ``out`` exists and holds something else.
         RuntimeError: the warm-up did not reach its range of success.
     """
-    from verl_ext.demo.recipes import FORMAT, WarmupRecipe
+    from verl_ext.demo.recipes import WarmupRecipe
 
     chosen = recipe or WarmupRecipe()
-    described = {"kind": "demo", "format": FORMAT, "seed": seed, **asdict(chosen)}
 
     def build(folder: Path, tell: Progress) -> dict[str, Any]:
         from verl_ext.demo.model import build_demo
 
         return build_demo(folder, chosen, seed, tell)
 
-    return _prepare("demo", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+    return _prepare("demo", chosen, seed, build, out, cache_dir, force, progress)
 
 
 def prepare_lake(
@@ -178,17 +168,16 @@ def prepare_lake(
         FileExistsError: ``out`` exists and holds something else.
         RuntimeError: the warm-up did not reach its range of success.
     """
-    from verl_ext.demo.recipes import FORMAT, LakeRecipe
+    from verl_ext.demo.recipes import LakeRecipe
 
     chosen = recipe or LakeRecipe()
-    described = {"kind": "lake", "format": FORMAT, "seed": seed, **asdict(chosen)}
 
     def build(folder: Path, tell: Progress) -> dict[str, Any]:
         from verl_ext.demo.lake import build_lake
 
         return build_lake(folder, chosen, seed, tell)
 
-    return _prepare("lake", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+    return _prepare("lake", chosen, seed, build, out, cache_dir, force, progress)
 
 
 def prepare_team(
@@ -212,17 +201,16 @@ def prepare_team(
     Raises:
         As :func:`prepare_demo`.
     """
-    from verl_ext.demo.recipes import FORMAT, team_recipe
+    from verl_ext.demo.recipes import team_recipe
 
     chosen = recipe or team_recipe()
-    described = {"kind": "team", "format": FORMAT, "seed": seed, **asdict(chosen)}
 
     def build(folder: Path, tell: Progress) -> dict[str, Any]:
         from verl_ext.demo.team import build_team
 
         return build_team(folder, prepare_demo(cache_dir=cache_dir, seed=seed, progress=tell, recipe=chosen))
 
-    return _prepare("team", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+    return _prepare("team", chosen, seed, build, out, cache_dir, force, progress)
 
 
 def prepare_smollm2(
@@ -251,30 +239,32 @@ def prepare_smollm2(
         ImportError: a package is missing; the message names the command that installs it.
         FileExistsError: ``out`` exists and holds something else.
     """
-    from verl_ext.demo.recipes import FORMAT, SmolLM2Recipe
+    from verl_ext.demo.recipes import SmolLM2Recipe
 
     chosen = recipe or SmolLM2Recipe()
-    described = {"kind": "smollm2", "format": FORMAT, "seed": seed, **asdict(chosen)}
 
     def build(folder: Path, tell: Progress) -> dict[str, Any]:
         from verl_ext.demo.smollm2 import build_smollm2
 
         return build_smollm2(folder, chosen, seed, tell)
 
-    return _prepare("smollm2", described, build, out=out, cache_dir=cache_dir, force=force, progress=progress)
+    return _prepare("smollm2", chosen, seed, build, out, cache_dir, force, progress)
 
 
 def _prepare(
     kind: str,
-    described: dict[str, Any],
+    recipe: WarmupRecipe | LakeRecipe | SmolLM2Recipe,
+    seed: int,
     build: Callable[[Path, Progress], dict[str, Any]],
-    *,
     out: str | Path | None,
     cache_dir: str | Path | None,
     force: bool,
     progress: Progress | None,
 ) -> DemoAssets:
+    from verl_ext.demo.recipes import FORMAT
+
     tell = progress or say
+    described = {"kind": kind, "format": FORMAT, "seed": seed, **asdict(recipe)}
     root = Path(cache_dir).expanduser() if cache_dir is not None else home()
     folder = Path(out).expanduser() if out is not None else root / kind / recipe_key(described)
     folder = folder.absolute()

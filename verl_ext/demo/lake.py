@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 from verl_ext.demo.assets import Progress
 from verl_ext.demo.data import write_parquet
-from verl_ext.demo.model import THREADS, Codec, make_model, sample, save_model, sequence_loss, train_tokenizer
+from verl_ext.demo.model import Codec, make_model, sample, save_model, seeded, sequence_loss, train_tokenizer
 from verl_ext.demo.recipes import LakeRecipe
 from verl_ext.rollout.environments.data import AGENT_LOOP, build_rows
 from verl_ext.rollout.environments.gymnasium_env import GymnasiumEnvironment
@@ -259,20 +259,14 @@ def build_lake(folder: Path, recipe: LakeRecipe, seed: int, tell: Progress) -> d
         f"with probability {at_random:.3f}"
     )
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            texts = [text for text, _ in pairs[:512]]
-            tokenizer = train_tokenizer([*texts, *[word for word in WORDS for _ in range(64)]])
-            codec = Codec(tokenizer)
-            model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
-            tell(f"lake: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
-            probe = range(base + _PROBE, base + _PROBE + recipe.eval_size)
-            measured = warm_up(model, codec, pairs, probe, recipe, seed, tell)
-    finally:
-        torch.set_num_threads(threads)
+    with seeded(seed):
+        texts = [text for text, _ in pairs[:512]]
+        tokenizer = train_tokenizer([*texts, *[word for word in WORDS for _ in range(64)]])
+        codec = Codec(tokenizer)
+        model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
+        tell(f"lake: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
+        probe = range(base + _PROBE, base + _PROBE + recipe.eval_size)
+        measured = warm_up(model, codec, pairs, probe, recipe, seed, tell)
     save_model(model, codec, folder / "model")
     return {
         "task": "lake",

@@ -9,10 +9,11 @@ verifier's feedback and are revised: the model masters the format and takes up a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -348,7 +349,25 @@ def warm_up(
     )
 
 
-def make_model(codec: Codec, hidden_size: int, layers: int, heads: int, init_std: float) -> LlamaForCausalLM:
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Numbers that depend on the seed alone: torch's generator begins with it, with a fixed number of threads.
+
+    Both are as before afterwards.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def make_model(
+    codec: Codec, hidden_size: int, layers: int, heads: int, init_std: float, max_tokens: int = 512
+) -> LlamaForCausalLM:
     """An untrained Llama for a tokenizer, its weights drawn from torch's global generator."""
     return LlamaForCausalLM(
         LlamaConfig(
@@ -358,7 +377,7 @@ def make_model(codec: Codec, hidden_size: int, layers: int, heads: int, init_std
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
-            max_position_embeddings=512,
+            max_position_embeddings=max_tokens,
             initializer_range=init_std,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -401,18 +420,12 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
     )
     entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=False)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            tokenizer = train_tokenizer([entry["question"] for entry in entries[:_VOCABULARY_SAMPLE]])
-            codec = Codec(tokenizer)
-            model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
-            tell(f"demo: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
-            measured = warm_up(model, codec, entries, recipe, seed, tell)
-    finally:
-        torch.set_num_threads(threads)
+    with seeded(seed):
+        tokenizer = train_tokenizer([entry["question"] for entry in entries[:_VOCABULARY_SAMPLE]])
+        codec = Codec(tokenizer)
+        model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
+        tell(f"demo: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
+        measured = warm_up(model, codec, entries, recipe, seed, tell)
 
     save_model(model, codec, folder / "model")
     longest = max(len(codec.user(entry["question"])) for entry in entries)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,7 +196,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Sums over the vocabulary, of each computed row; [N]."""
 
     largest: torch.Tensor  #: max x
@@ -208,7 +208,7 @@ class _Sums(NamedTuple):
     size: torch.Tensor | None  #: number of tokens in the set
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """What the backward pass needs of each computed row: gradient = e (constant + slope log2 e) on the set, and
     `label` at the label; [N]."""
 
@@ -237,7 +237,7 @@ class _Pass(torch.autograd.Function):
         dtype = _compute_dtype(logits)
         divisor = temperature if isinstance(temperature, float) else temperature.double()
         with torch.autocast(logits.device.type, enabled=False):
-            forward = _triton_sums if triton else _sums
+            forward = _implementation(triton)[0]
             sums = forward(logits.detach(), labels, rows, temperature, log_rho, entropy, sum_pi_squared)
             log_kept = sums.kept.log()
             log_probs = (sums.label.double() - sums.largest.double()) / divisor - log_kept
@@ -271,9 +271,18 @@ class _Pass(torch.autograd.Function):
         temperature = ctx.temperature if per_row is None else per_row
         with torch.autocast(logits.device.type, enabled=False):
             weights = _weights(temperature, kept, log_probs, entropy, in_set, grad_log_probs, grad_entropy)
-            backward = _triton_gradient if ctx.triton else _gradient
+            backward = _implementation(ctx.triton)[1]
             gradient = backward(logits, labels, rows, temperature, largest, ctx.log_rho, weights)
         return gradient, *nothing
+
+
+def _implementation(triton: bool) -> tuple[Callable[..., Sums], Callable[..., torch.Tensor]]:
+    """The sums of forward and the gradient: functions of the same arguments in both backends."""
+    if not triton:
+        return _sums, _gradient
+    from verl_ext.methods import logits_triton
+
+    return logits_triton.sums, logits_triton.gradient
 
 
 def _weights(
@@ -284,7 +293,7 @@ def _weights(
     in_set: torch.Tensor | None,
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-) -> _Weights:
+) -> Weights:
     """Weights of the gradient from the gradients of the results. float64, as are `kept`, `log_probs`, `entropy`."""
     divisor = temperature if isinstance(temperature, float) else temperature.double()
     constant, label = torch.zeros_like(kept), torch.zeros_like(kept)
@@ -311,7 +320,7 @@ def _weights(
     if slope is not None:
         active = active | (slope != 0.0)
         slope = slope / scale
-    return _Weights(constant / scale, slope, label / divisor, active)
+    return Weights(constant / scale, slope, label / divisor, active)
 
 
 def _bound(largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float) -> torch.Tensor:
@@ -319,52 +328,6 @@ def _bound(largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: fl
     # Not by a number: on CUDA that is a multiplication by its reciprocal.
     divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
     return largest / divisor + torch.as_tensor(log_rho, dtype=largest.dtype, device=largest.device)
-
-
-# --- Triton -----------------------------------------------------------------------------------------------------------
-
-
-def _triton_sums(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    rows: torch.Tensor | None,
-    temperature: float | torch.Tensor,
-    log_rho: float | None,
-    entropy: bool,
-    squares: bool,
-) -> _Sums:
-    from verl_ext.methods import logits_triton
-
-    found = logits_triton.sums(logits, labels, rows, temperature, log_rho, entropy, squares)
-    largest, label, full, kept, size, surprise, square = found
-    pruned = log_rho is not None
-    return _Sums(
-        largest,
-        label,
-        full.double(),
-        (kept if pruned else full).double(),
-        surprise.double() if entropy else None,
-        square.double() if squares else None,
-        size if pruned else None,
-    )
-
-
-def _triton_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    rows: torch.Tensor | None,
-    temperature: float | torch.Tensor,
-    largest: torch.Tensor,
-    log_rho: float | None,
-    weights: _Weights,
-) -> torch.Tensor:
-    from verl_ext.methods import logits_triton
-
-    constant, label = weights.constant.float(), weights.label.float()
-    slope = None if weights.slope is None else weights.slope.float()
-    return logits_triton.gradient(
-        logits, labels, rows, temperature, largest, log_rho, constant, slope, label, weights.active
-    )
 
 
 # --- plain torch ------------------------------------------------------------------------------------------------------
@@ -486,7 +449,7 @@ def _sums(
     log_rho: float | None,
     entropy: bool,
     squares: bool,
-) -> _Sums:
+) -> Sums:
     """The sums of forward. A block is read from memory once; the operations on it find it in the cache."""
     count = labels.shape[0]
     pruned = log_rho is not None
@@ -544,7 +507,7 @@ def _sums(
 
     whole = full.double().sum(0)
     inner = total(kept)
-    return _Sums(largest, label, whole, whole if inner is None else inner, total(surprise), total(square), total(size))
+    return Sums(largest, label, whole, whole if inner is None else inner, total(surprise), total(square), total(size))
 
 
 def _gradient(
@@ -554,7 +517,7 @@ def _gradient(
     temperature: float | torch.Tensor,
     largest: torch.Tensor,
     log_rho: float | None,
-    weights: _Weights,
+    weights: Weights,
 ) -> torch.Tensor:
     """The gradient of the logits, in their dtype, written block by block."""
     vocabulary = logits.shape[-1]

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from verl_ext.methods.logits_pass import Sums, Weights
+
 #: Columns of one tile, warps of one program, and tiles of forward that are on their way at once.
 BLOCK, WARPS, STAGES = 2048, 8, 4
 
@@ -220,22 +222,30 @@ def sums(
     log_rho: float | None,
     entropy: bool,
     squares: bool,
-) -> torch.Tensor:
-    """[7, N] float32: largest logit, logit of the label, full and kept sum of e, set size, sum of e log2 e and of e^2.
-
-    Lines that are not asked for have no meaning. Arguments as in `logits_pass`, N computed rows.
-    """
+) -> Sums:
+    """The sums of forward. Arguments as in `logits_pass`."""
     count = labels.shape[0]
+    pruned = log_rho is not None
     found = torch.empty(7, count, dtype=torch.float32, device=logits.device)
     if count:
         temperatures, step, scaled = _temperatures(temperature, logits.device)
         _forward[(count,)](
             logits, _offsets(logits, rows), labels.contiguous(), temperatures, step, found, count,
             0.0 if log_rho is None else log_rho, logits.shape[-1], logits.stride(-1),
-            PRUNED=log_rho is not None, ENTROPY=entropy, SQUARES=squares, SCALED=scaled,
+            PRUNED=pruned, ENTROPY=entropy, SQUARES=squares, SCALED=scaled,
             ALIGNED=_aligned(logits), BLOCK=_tile(logits.shape[-1]), STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
-    return found
+    # What was not asked for has not been written.
+    largest, label, full, kept, size, surprise, square = found
+    return Sums(
+        largest,
+        label,
+        full.double(),
+        (kept if pruned else full).double(),
+        surprise.double() if entropy else None,
+        square.double() if squares else None,
+        size if pruned else None,
+    )
 
 
 def gradient(
@@ -245,26 +255,25 @@ def gradient(
     temperature: float | torch.Tensor,
     largest: torch.Tensor,
     log_rho: float | None,
-    constant: torch.Tensor,
-    slope: torch.Tensor | None,
-    label: torch.Tensor,
-    active: torch.Tensor,
+    weights: Weights,
 ) -> torch.Tensor:
-    """The gradient of the logits, contiguous, in their dtype. Arguments as in `logits_pass`, weights float32 [N]."""
+    """The gradient of the logits, contiguous, in their dtype. Arguments as in `logits_pass`."""
     written = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     vocabulary = logits.shape[-1]
     total = written.numel() // vocabulary
     if total:
         slots = torch.full((total,), -1, dtype=torch.int64, device=logits.device)
         computed = torch.arange(labels.shape[0], device=logits.device)
-        slots[slice(None) if rows is None else rows] = torch.where(active, computed, -1)
+        slots[slice(None) if rows is None else rows] = torch.where(weights.active, computed, -1)
+        constant, label = weights.constant.float(), weights.label.float()
+        slope = constant if weights.slope is None else weights.slope.float()
         temperatures, step, scaled = _temperatures(temperature, logits.device)
         tile = _tile(vocabulary)
         _backward[(total, triton.cdiv(vocabulary, tile))](
             logits, written, _offsets(logits, rows), slots, labels.contiguous(), temperatures, step, largest,
-            constant, constant if slope is None else slope, label,
+            constant, slope, label,
             0.0 if log_rho is None else log_rho, vocabulary, logits.stride(-1),
-            PRUNED=log_rho is not None, SLOPE=slope is not None, SCALED=scaled,
+            PRUNED=log_rho is not None, SLOPE=weights.slope is not None, SCALED=scaled,
             ALIGNED=_aligned(logits), BLOCK=tile, num_warps=WARPS,
         )  # fmt: skip
     return written

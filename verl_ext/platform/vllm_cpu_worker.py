@@ -9,6 +9,8 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_ext.logs import Once
+
 
 def keep_weights() -> None:
     """Have vLLM's linear layers keep their weights when they pack them for the CPU's matrix multiplication. Idempotent.
@@ -37,25 +39,11 @@ def keep_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
-class _Once(logging.Filter):
-    """Passes each message of a logger once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self._seen
-        self._seen.add(message)
-        return new
-
-
 class CpuWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension of a vLLM worker, for the CPU worker."""
 
     def __new__(cls, **kwargs: Any) -> Any:
         keep_weights()
         # The worker says three times a step that it cannot sleep.
-        logging.getLogger("vllm.v1.worker.cpu_worker").addFilter(_Once())
+        logging.getLogger("vllm.v1.worker.cpu_worker").addFilter(Once())
         return super().__new__(cls, **kwargs)

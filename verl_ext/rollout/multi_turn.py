@@ -18,33 +18,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
-from uuid import uuid4
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
+from verl_ext.rollout import rows
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 
 logger = logging.getLogger(__name__)
-
-
-class _Once(logging.Filter):
-    """Lets each message through once. verl makes a loop object, and says what it chose, for every trajectory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self._said
-        self._said.add(message)
-        return new
-
-
-logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(_Once())
 
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
@@ -113,13 +96,9 @@ class MultiTurnOptions:
 class _Turn:
     """One model call before it becomes a row."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_logprobs: list[float] | None
-    verdict: Verdict | None
+    call: rows.ModelCall
     anchor_obs: str
-    engine_fields: dict[str, Any]
-    metrics: AgentLoopMetrics
+    verdict: Verdict | None = None
 
 
 def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
@@ -169,7 +148,6 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self.options = MultiTurnOptions.from_rollout_config(self.rollout_config)
         self.prompt_length = int(self.rollout_config.prompt_length)
-        self.response_length = int(self.rollout_config.response_length)
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -191,13 +169,9 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         task = ReasoningGymTask.from_extra_info(
             kwargs.get("extra_info"), success_threshold=self.options.success_threshold
         )
-        deterministic = bool(self.rollout_config.get("full_determinism", False))
-        # One id for the whole trajectory keeps its turns on one server, where the prefix is cached.
-        request_id = f"det-{int(priority)}-{kwargs.get('session_id', 0)}" if deterministic else uuid4().hex
+        request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
 
-        prompt_ids: list[int] = await self.loop.run_in_executor(
-            None, self.continuous_token_builder.build_initial_tokens, messages
-        )
+        prompt_ids = await rows.encode(self, messages)
         if len(prompt_ids) > self.prompt_length:
             raise ValueError(
                 f"the prompt of row index={kwargs.get('index', '?')} has {len(prompt_ids)} tokens, more than "
@@ -209,8 +183,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         anchor_obs = task.question
         stop_reason, stop_detail = STOP_MAX_TURNS, ""
         while True:
-            turn = await self._generate(request_id, prompt_ids, sampling_params, anchor_obs, int(priority))
-            if not turn.response_ids:
+            call = await rows.generate(self, request_id, prompt_ids, sampling_params, int(priority))
+            if not call.response_ids:
                 if not turns:
                     raise RuntimeError(
                         f"the rollout engine returned no token for row index={kwargs.get('index', '?')}; "
@@ -218,9 +192,10 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                     )
                 stop_reason = STOP_EMPTY
                 break
+            turn = _Turn(call, anchor_obs)
             turns.append(turn)
 
-            text = self.tokenizer.decode(turn.response_ids, skip_special_tokens=True)
+            text = self.tokenizer.decode(call.response_ids, skip_special_tokens=True)
             timing: dict[str, float] = {}
             try:
                 with simple_timer("compute_score", timing):
@@ -232,7 +207,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                 stop_detail = f"no verdict within {self.options.verifier_timeout_s} s on answer {text!r}"
             except Exception as e:
                 stop_reason, stop_detail = STOP_VERIFIER_ERROR, f"{type(e).__name__}: {e}"
-            turn.metrics.compute_score = timing.get("compute_score", 0.0)
+            call.metrics.compute_score = timing.get("compute_score", 0.0)
             if turn.verdict is None:
                 logger.warning("verifier of %s failed (%s): %s", task.dataset, stop_reason, stop_detail)
                 break
@@ -245,7 +220,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             previous = messages + [{"role": "assistant", "content": text}]
             updated = previous + [{"role": "user", "content": turn.verdict.feedback}]
             prompt_ids = await self.loop.run_in_executor(
-                None, self._continue_prompt, previous, updated, turn.prompt_ids + turn.response_ids
+                None, self._continue_prompt, previous, updated, call.prompt_ids + call.response_ids
             )
             if len(prompt_ids) > self.prompt_length:
                 stop_reason = STOP_OVERLONG
@@ -255,32 +230,6 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             anchor_obs = f"{task.question}\n{turn.verdict.feedback}"
 
         return self._rows(turns, stop_reason, stop_detail)
-
-    async def _generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        anchor_obs: str,
-        priority: int,
-    ) -> _Turn:
-        timing: dict[str, float] = {}
-        with simple_timer("generate_sequences", timing):
-            output = await self.server_manager.generate(
-                request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, priority=priority
-            )
-        response_ids = list(output.token_ids[: self.response_length])
-        logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
-        preempted = -1 if output.num_preempted is None else int(output.num_preempted)
-        return _Turn(
-            prompt_ids=list(prompt_ids),
-            response_ids=response_ids,
-            response_logprobs=logprobs,
-            verdict=None,
-            anchor_obs=anchor_obs,
-            engine_fields=dict(output.extra_fields),
-            metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"], num_preempted=preempted),
-        )
 
     def _continue_prompt(
         self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], token_ids: list[int]
@@ -314,23 +263,23 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             "overlong": float(stop_reason == STOP_OVERLONG),
             "verifier_error": float(stop_reason in (STOP_VERIFIER_ERROR, STOP_VERIFIER_TIMEOUT)),
         }
-        has_logprobs = all(turn.response_logprobs is not None for turn in turns)
-        rows = []
+        has_logprobs = all(turn.call.response_logprobs is not None for turn in turns)
+        outputs = []
         for index, turn in enumerate(turns):
-            verdict = turn.verdict
-            rows.append(
+            call, verdict = turn.call, turn.verdict
+            outputs.append(
                 AgentLoopOutput(
-                    prompt_ids=turn.prompt_ids,
-                    response_ids=turn.response_ids,
-                    response_mask=[1] * len(turn.response_ids),
+                    prompt_ids=call.prompt_ids,
+                    response_ids=call.response_ids,
+                    response_mask=[1] * len(call.response_ids),
                     # verl builds the columns from the keys of the first row, so all rows have them or none has.
-                    response_logprobs=turn.response_logprobs if has_logprobs else None,
+                    response_logprobs=call.response_logprobs if has_logprobs else None,
                     multi_modal_data={},
                     reward_score=float(outcome),
                     num_turns=2 * (index + 1),
-                    metrics=turn.metrics,
+                    metrics=call.metrics,
                     extra_fields={
-                        **turn.engine_fields,
+                        **call.engine_fields,
                         "turn_reward": rewards[index],
                         "turn_score": 0.0 if verdict is None else verdict.score,
                         "is_action_valid": valid[index],
@@ -344,7 +293,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                     },
                 )
             )
-        return rows
+        return outputs
 
 
 def _turn_end_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl_ext.cache import home
+
 logger = logging.getLogger(__name__)
 
 TIMEOUT = "retriever_timeout"
 ERROR = "retriever_error"
-CACHE = "~/.cache/verl_ext/bm25"
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,14 @@ class Bm25Options:
     Attributes:
         corpus: a ``.jsonl`` or ``.parquet`` file with ``id``, ``title`` and ``text`` a passage (``id`` and ``title``
             may be missing; Search-R1's ``contents``, a quoted title in the first line, is read too).
-        cache_dir: where indices are kept, a folder for each state of a corpus file.
+        cache_dir: where indices are kept, a folder for each state of a corpus file; null: ``bm25`` in the package's
+            cache (`verl_ext.cache.home`).
         k1, b: BM25's saturation and length normalisation.
         stopwords: a language of ``bm25s`` (``en``), or null for none.
     """
 
     corpus: str
-    cache_dir: str = CACHE
+    cache_dir: str | None = None
     k1: float = 1.5
     b: float = 0.75
     stopwords: str | None = "en"
@@ -246,7 +248,8 @@ class Bm25Retriever:
             while block := file.read(1 << 20):
                 digest.update(block)
         digest.update(repr((self.options.k1, self.options.b, self.options.stopwords, bm25s.__version__)).encode())
-        return Path(self.options.cache_dir).expanduser() / f"{self.corpus.stem}-{digest.hexdigest()[:20]}"
+        root = Path(self.options.cache_dir).expanduser() if self.options.cache_dir else home() / "bm25"
+        return root / f"{self.corpus.stem}-{digest.hexdigest()[:20]}"
 
     def _build(self, folder: Path, passages: Sequence[Passage]) -> None:
         import bm25s

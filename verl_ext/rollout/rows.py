@@ -9,7 +9,9 @@ A loop collects a :class:`ModelCall` for every answer of the model (:func:`gener
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,16 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
+
+from verl_ext.logs import Once
+
+# verl makes a loop object for every trajectory, which says each time which token builder it takes.
+logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(Once())
+
+HOPELESS = 20
+"""So many failed trajectories before the first good one are a mistake in what they play or in its settings."""
+TOLD = 5
+"""So many failures of each reason are written to the log of a process."""
 
 
 @dataclass
@@ -40,6 +52,37 @@ class ModelCall:
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     fields: dict[str, Any] = field(default_factory=dict)
     trained: bool = True
+
+
+class Fates:
+    """How the trajectories of one kind have ended in this process.
+
+    Args:
+        kind: what they play, for the log.
+        logger: gets the first `TOLD` failures of each reason; the metrics count all.
+    """
+
+    def __init__(self, kind: str, logger: logging.Logger) -> None:
+        self.kind, self.logger = kind, logger
+        self.failures: Counter[str] = Counter()
+        self.fine = False
+
+    def note(self, failure: str, detail: str) -> bool:
+        """Note how a trajectory ended; whether it is hopeless: at least `HOPELESS` have failed and none was good.
+
+        Args:
+            failure: in one word; empty for a trajectory that is as it should be.
+            detail: what happened, for a person.
+        """
+        if not failure:
+            self.fine = True
+            return False
+        self.failures[failure] += 1
+        told = self.failures[failure]
+        if told <= TOLD:
+            more = "; further ones are counted in the metrics only" if told == TOLD else ""
+            self.logger.warning("a trajectory in %s ended by %s: %s%s", self.kind, failure, detail, more)
+        return not self.fine and self.failures.total() >= HOPELESS
 
 
 def request_name(loop: AgentLoopBase, priority: int, session_id: Any) -> str:

@@ -33,7 +33,7 @@ reward of that step is 0, ``failure`` says which (:data:`verl_ext.rollout.enviro
 ``stop_detail`` how, and the metric ``rollout/failures/<reason>`` counts it. If the model has not answered yet, the
 trajectory is one placeholder row that is in no statistic and not in the loss. With ``failed_trajectories=mask`` all
 its rows are so. What no trajectory could do (a package is missing, a wrong argument) raises and ends the run; so does
-an environment in which each of the first :data:`HOPELESS` trajectories of a process has failed.
+an environment in which each of the first :data:`~verl_ext.rollout.rows.HOPELESS` trajectories of a process has failed.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ STOP_TOO_LONG = "prompt_too_long"
 STOP_EMPTY = "empty_response"
 FAILURES = (*FAULTS, STOP_TOO_LONG, STOP_EMPTY)
 
-#: So many failed trajectories before the first good one are a mistake in the environment or the settings.
-HOPELESS = 20
-
-_failed_so_far: dict[str, int] = {}
-_good: set[str] = set()
+_fates: dict[str, rows.Fates] = {}
 
 #: Characters at the end of an answer without tags that stand for its action.
 TAIL = 30
@@ -243,14 +239,10 @@ class StepWiseLoop(AgentLoopBase):
     @staticmethod
     def _note(name: str, seed: int, episode: _Episode) -> None:
         """Log a failure; raise if nothing but failures came from this environment."""
-        if not episode.failure:
-            _good.add(name)
-            return
-        logger.warning("%s (seed %d) ended by %s: %s", name, seed, episode.stop_reason, episode.stop_detail)
-        _failed_so_far[name] = _failed_so_far.get(name, 0) + 1
-        if name not in _good and _failed_so_far[name] >= HOPELESS:
+        fates = _fates.setdefault(name, rows.Fates(f"environment {name!r}", logger))
+        if fates.note(episode.failure, f"seed {seed}, {episode.stop_detail}"):
             raise EnvironmentUnavailable(
-                f"each of the first {_failed_so_far[name]} trajectories in {name!r} has failed, the last one by "
+                f"each of the first {fates.failures.total()} trajectories in {name!r} has failed, the last one by "
                 f"{episode.stop_reason}: {episode.stop_detail}"
             )
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, plain
+from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, plain
 from verl_ext.rollout.environments.registry import target
 
 #: The agent loop that plays the rows.
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             instruction=given.instruction,
             system=given.system,
         )
-    except (ValueError, TypeError, EnvironmentUnavailable) as error:
+    except (ValueError, TypeError, EnvironmentFault, EnvironmentUnavailable) as error:
         parser.error(str(error))
     write_parquet(rows, given.out)
     print(f"{len(rows)} prompts for {given.environment} in {given.out}")

@@ -23,8 +23,6 @@ from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, Obser
 VIEWS = ("full", "local", "position")
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
 _LAST_ACTION = re.compile(r"^[ \t]+\(\w+\)[ \t]*\n|\n[ \t]+\(\w+\)[ \t]*\Z", re.MULTILINE)
 
 

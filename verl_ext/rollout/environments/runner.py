@@ -129,6 +129,9 @@ class _Connection:
                 f"environment {self.host.name!r}: its host process did not start one within {START_SECONDS} s, or "
                 "ended (its own output, on the standard error of this process, may say why)"
             ) from error
+        except asyncio.CancelledError:
+            self.writer.close()  # a process without a connection ends
+            raise
 
     async def _read(self) -> dict[str, Any]:
         size = int.from_bytes(await self.reader.readexactly(4), "big")

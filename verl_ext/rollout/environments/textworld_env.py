@@ -11,13 +11,13 @@ import fcntl
 import hashlib
 import importlib
 import json
-import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from verl_ext.cache import home
 from verl_ext.rollout.environments.protocol import Observation
 
 #: Part of the name of a game's file; another number for games that are made in another way.
@@ -28,9 +28,7 @@ _PICTURE_LINE = re.compile(r"^[ \t]*[$|_\\/>][$|_\\/> \t]*$", re.MULTILINE)
 
 def games_folder() -> Path:
     """Where compiled games are kept."""
-    root = os.environ.get("VERL_EXT_HOME")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(root).expanduser() if root else cache / "verl_ext") / "textworld"
+    return home() / "textworld"
 
 
 def readable(feedback: str) -> str:

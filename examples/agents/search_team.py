@@ -119,6 +119,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     runs = {run.name: collect(run) for run in given.runs}
+    if len(runs) < len(given.runs):
+        parser.error("two of the runs have the same name; a run's folder is its name")
+    for run in given.runs:
+        if not any(runs[run.name].values()):
+            parser.error(f"{run}: neither validation/*.jsonl nor rollouts/ is there")
     for name, numbers in runs.items():
         lines = {
             f"{name}, validation {step}, {kind}": one

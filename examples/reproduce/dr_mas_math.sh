@@ -9,8 +9,8 @@
 #
 # Claim: Normalising each agent's advantages by its own rewards beats one global baseline, and the gradient norm
 # spikes less.
-# Cost: 2 cells x 3 seeds on 1 x 4 H100 80 GB (abstract-or-blog); 38 hours a cell and seed (abstract-or-blog; README:
-# about 38 hours for two models with separate weights); 912 GPU-hours in all.
+# Cost: 2 cells x 3 seeds on 1 node with 4 GPUs (H100 80 GB; abstract-or-blog); 38 hours a cell and seed
+# (abstract-or-blog; README: about 38 hours for two models with separate weights); 912 GPU-hours in all.
 # Packages: vllm, math-verify.
 # Left open by what was read:
 # - The published runs give the solver and the verifier weights of their own; verl trains one policy, so here both

@@ -10,8 +10,8 @@
 #
 # Claim: Normalising each agent's advantages by its own rewards beats one global baseline for a team of three that
 # searches.
-# Cost: 2 cells x 3 seeds on 1 x 8 H100 80 GB (abstract-or-blog); 26 hours a cell and seed (abstract-or-blog; README:
-# about 26 hours for three models with separate weights); 1248 GPU-hours in all.
+# Cost: 2 cells x 3 seeds on 1 node with 8 GPUs (H100 80 GB; abstract-or-blog); 26 hours a cell and seed
+# (abstract-or-blog; README: about 26 hours for three models with separate weights); 1248 GPU-hours in all.
 # Packages: vllm.
 # Left open by what was read:
 # - The published runs give each of the three agents weights of its own; verl trains one policy, so here all agents

@@ -10,7 +10,7 @@
 #
 # Claim: Training and sampling on the safe vocabulary only keeps the run stable where the plain policy suffers from
 # the mismatch of sampler and trainer.
-# Cost: 3 cells x 3 seeds on 1 x 8 80 GB (unverified); hours of a cell: not stated (not stated).
+# Cost: 3 cells x 3 seeds on 1 node with 8 GPUs (80 GB; unverified); hours of a cell: not stated.
 # Packages: vllm, math-verify.
 # Left open by what was read:
 # - No number is published in what was read; the claim is stability.

@@ -8,7 +8,7 @@
 # record from which `collect` makes the table. The same command goes on with a killed run.
 #
 # Claim: A step advantage among rows with the same observation beats comparing whole episodes (GRPO).
-# Cost: 2 cells x 3 seeds on 1 x 2 80 GB (unverified); hours of a cell: not stated (not stated).
+# Cost: 2 cells x 3 seeds on 1 node with 2 GPUs (80 GB; unverified); hours of a cell: not stated.
 # Packages: vllm, alfworld.
 # Left open by what was read:
 # - The README does not say over how many seeds its numbers are means, nor on which split ALFWorld's are measured.

@@ -9,7 +9,7 @@
 #
 # Claim: Comparing steps inside groups that share their history beats comparing steps with equal observations (GiGPO),
 # which beats comparing whole episodes (GRPO).
-# Cost: 5 cells x 3 seeds on 1 x 2 80 GB (unverified); hours of a cell: not stated (not stated).
+# Cost: 5 cells x 3 seeds on 1 node with 2 GPUs (80 GB; unverified); hours of a cell: not stated.
 # Packages: vllm, alfworld.
 # Left open by what was read:
 # - The paper's body was not read; the numbers are secondary, and several sources agree on them.

@@ -9,7 +9,7 @@
 #
 # Claim: Filtering the per-token log ratio before it is clipped beats the token ratio (GRPO), the sequence ratio
 # (GSPO) and the geometric mean (GMPO) when a batch is used for several updates.
-# Cost: 5 cells x 3 seeds on 1 x 2 80 GB (certain); hours of a cell: not stated (not stated).
+# Cost: 5 cells x 3 seeds on 1 node with 2 GPUs (80 GB; certain); hours of a cell: not stated.
 # Packages: vllm, math-verify.
 # Left open by what was read:
 # - The paper's body was not read; the numbers are secondary and the table is incomplete.

@@ -9,7 +9,7 @@
 #
 # Claim: With the optimal token baseline 4 samples a prompt reach what the group mean reaches with 32, for over 65 %
 # fewer tokens.
-# Cost: 5 cells x 3 seeds on 1 x 8 80 GB (unverified); hours of a cell: not stated (not stated).
+# Cost: 5 cells x 3 seeds on 1 node with 8 GPUs (80 GB; unverified); hours of a cell: not stated.
 # Packages: vllm, math-verify.
 # Left open by what was read:
 # - The model, data and metric of the comparison of 4 and 32 samples are not stated in what was read; the settings

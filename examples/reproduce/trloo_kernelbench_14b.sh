@@ -9,7 +9,7 @@
 #
 # Claim: The unbiased turn-level leave-one-out baseline trains better kernel writers than the self-inclusive
 # turn-level mean.
-# Cost: 3 cells x 3 seeds on 1 x 8 80 GB (unverified); hours of a cell: not stated (not stated).
+# Cost: 3 cells x 3 seeds on 1 node with 8 GPUs (80 GB; unverified); hours of a cell: not stated.
 # Packages: vllm.
 # Left open by what was read:
 # - Dr. Kernel's rows are trained with TRLOO, geometric rejection of mismatched samples (MRS), the profiling reward

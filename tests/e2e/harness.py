@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def readme_code(first_line: str) -> str:
+    """The README's Python that begins with this line: what it teaches is what runs."""
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith(first_line)]
+    return found
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Lab, eventually, processes
+from harness import Lab, eventually, processes, readme_code
 from test_main_job import HERE, finite
 
 from verl_ext.rollout.environments.data import build_rows, write_parquet
@@ -143,35 +143,11 @@ def test_environments_that_break_do_not_break_the_run(lab: Lab) -> None:
     assert eventually(lambda: not processes(run.folder))
 
 
-OWN = """
-from verl_ext.rollout.environments import Observation
-
-
-class Vault:
-    \"\"\"A safe with a code of two digits; the first is told, the second is to be found, hotter or colder.\"\"\"
-
-    def __init__(self, digits: int = 10) -> None:
-        self.digits = digits
-
-    def reset(self, seed: int) -> Observation:
-        self.code, self.last = seed % self.digits, None
-        return Observation("The safe is shut.", task="Say a digit to open the safe.")
-
-    def step(self, action: str):
-        guess = sum(map(ord, action)) % self.digits  # so that any text is a guess
-        missed = abs(guess - self.code)
-        if missed == 0:
-            return Observation("The safe is open."), 1.0, True, {"success": True}
-        colder = self.last is not None and missed >= self.last
-        self.last = missed
-        return Observation("Colder." if colder else "Warmer."), 0.0, False, {}
-"""
-
-
 def test_an_environment_of_ones_own(lab: Lab, tmp_path: Path) -> None:
     """What the README teaches: a class in a module of one's own, named in the configuration."""
-    assert len(OWN.strip().splitlines()) < 40
-    (tmp_path / "vault.py").write_text(OWN)
+    code = readme_code("# vault.py")
+    assert len(code.splitlines()) < 40
+    (tmp_path / "vault.py").write_text(code)
     data = tmp_path / "vault.parquet"
     command = ["--environment", "vault:Vault", "--seeds", "8", "--out", str(data)]
     subprocess.run([sys.executable, "-m", "verl_ext.rollout.environments.data", *command], check=True, timeout=120)

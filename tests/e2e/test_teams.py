@@ -8,40 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Lab
+from harness import Lab, readme_code
 from test_main_job import finite
 
 pytestmark = pytest.mark.e2e
-
-# What the README shows, in the user's own file.
-TEAM = '''
-from verl_ext.rollout.orchestra import agent, orchestra
-
-
-@agent
-def writer(text):
-    """Write digits."""
-    return text or None
-
-
-@agent
-def critic(text):
-    """Say digits if the text has enough digits."""
-    return sum(c.isdigit() for c in text) or None
-
-
-@orchestra("write_and_criticise")
-async def write_and_criticise(task, writer, critic, *, rounds: int = 2):
-    best = 0.0
-    for _ in range(rounds):
-        draft = await writer(task.messages)
-        draft.reward = sum(c.isdigit() for c in draft.text) / 10
-        best = max(best, draft.reward)
-        verdict = await critic(f"{task.question}: {draft.text}")
-        if verdict.value is not None and verdict.value > 2:
-            break
-    return best
-'''
 
 
 def overrides(lab: Lab, **keys: Any) -> list[str]:
@@ -54,11 +24,12 @@ def overrides(lab: Lab, **keys: Any) -> list[str]:
 
 
 def test_a_team_of_ones_own_trains_by_configuration_alone(lab: Lab) -> None:
-    assert len(TEAM.strip().splitlines()) < 40
+    code = readme_code("# my_team/team.py")  # in the user's own file
+    assert len(code.splitlines()) < 40
     package = lab.root / "elsewhere" / "my_team"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "team.py").write_text(TEAM)
+    (package / "team.py").write_text(code)
     run = lab.run(
         "own_team",
         recipe="[dr_mas,cpu]",

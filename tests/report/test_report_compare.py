@@ -162,6 +162,25 @@ def test_panels_follow_what_was_logged(tmp_path: Path) -> None:
         compare.sections(runs, ["actor/grad_nrm"])
 
 
+def test_measured_norms_of_agents_stand_in_place_of_estimates(tmp_path: Path) -> None:
+    step: dict[str, float | None] = {"actor/grad_norm": 2.0}
+    for agent, share in (("solver", 0.75), ("judge", 0.25)):
+        step |= {f"agent/{agent}/gradient_energy_share": share, f"agent/{agent}/rows": 4.0}
+        step |= {f"agent/{agent}/grad_norm/mean": share, f"agent/{agent}/grad_norm/max": 2 * share}
+    write(tmp_path / "metrics.jsonl", {1: step})
+    runs = compare.load([tmp_path])
+    agents = compare.sections(runs)[-1]
+    assert [panel.metric for panel in agents.panels] == [
+        f"agent/{agent}/{what}"
+        for what in ("gradient_energy_share", "grad_norm/mean", "grad_norm/max", "rows")
+        for agent in ("judge", "solver")
+    ]
+    assert agents.title == "Agents" and agents.main == 6
+    assert agents.panels[2].title == "judge: gradient norm of its rows"
+    write(tmp_path / "metrics.jsonl", {1: {name: value for name, value in step.items() if "/judge/" not in name}})
+    assert compare.sections(compare.load([tmp_path]))[-1].main == 0  # a lone agent is the run
+
+
 def test_long_series_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     steps: dict[int, dict[str, float | None]] = {step: {"m": 1.0 + step / 1000} for step in range(1, 1001)}
     steps[500]["m"], steps[700]["m"] = 1e6, None

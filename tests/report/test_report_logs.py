@@ -117,6 +117,23 @@ def test_a_damaged_file_is_read_as_far_as_it_is_sound(written: Path, source: str
     assert run.steps[0] == pytest.approx(whole.steps[0], nan_ok=True) and 3 <= len(run.steps) < STEPS
 
 
+def test_any_byte_of_an_event_file_may_be_wrong(written: Path, tmp_path: Path) -> None:
+    content = next((written / "events").iterdir()).read_bytes()[:500]
+    copy = tmp_path / "x.tfevents.1"
+    copy.write_bytes(content)
+    sound, unreadable = len(read_run(copy).metrics()), 0
+    for position in range(len(content)):
+        for byte in (0x08, 0x12):
+            copy.write_bytes(content[:position] + bytes([byte]) + content[position + 1 :])
+            try:
+                run = read_run(copy)
+            except LogError:
+                continue
+            unreadable += any("cannot be read" in problem for problem in run.problems)
+            assert len(run.metrics()) <= sound + 1
+    assert sound >= 3 and unreadable > 10
+
+
 def test_what_is_no_log_is_said(tmp_path: Path) -> None:
     for name, content, words in (
         ("run-a.wandb", b"not wandb", "does not begin like a wandb file"),
@@ -205,10 +222,10 @@ def test_runs_are_found_in_folders(tmp_path: Path) -> None:
 def test_an_interrupted_resume_is_whole(tmp_path: Path) -> None:
     """A resume copies the lines aside before it writes them anew; both files are there if it is killed between."""
     lines(tmp_path / "metrics.jsonl.keep", entry(1, a=1), entry(2, a=2))
-    assert list(read_run(tmp_path).steps) == [1, 2]
+    assert list(read_run(tmp_path).steps) == list(read_run(find_runs(tmp_path)[0]).steps) == [1, 2]
     lines(tmp_path / "metrics.jsonl", entry(1, a=1))
     run = read_run(tmp_path / "metrics.jsonl")
-    assert list(run.steps) == [1, 2]
+    assert list(run.steps) == [1, 2] and run.problems == []
 
 
 def test_event_files_of_a_resume_and_tensors(tmp_path: Path) -> None:

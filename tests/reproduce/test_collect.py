@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,41 @@ def test_runs_that_all_have_other_settings_are_used_and_it_is_said(table: Table,
     assert result.cells["b"].seeds == [0, 1, 2]
     text = only(result, "algorithm.gamma: was 0.5, is not set")
     assert text.startswith("a (seeds 0, 1, 2), b (seeds 0, 1, 2): ")
+
+
+def test_runs_with_different_other_settings_are_not_mixed(table: Table, make: Make, tmp_path: Path) -> None:
+    """None has the table's settings: those like the run that was begun last are used."""
+    all_of(make)
+    for seed, (gamma, day) in enumerate((("0.5", 1), ("0.9", 3), ("0.9", 2))):
+        record = tmp_path / f"runs/otb.ways/laptop/b/seed_{seed}/cell.json"
+        data = json.loads(record.read_text())
+        data["settings"]["algorithm.gamma"] = gamma
+        record.write_text(json.dumps({**data, "started": f"2026-01-0{day}T00:00:00+0000"}))
+    result = collect(table, "laptop", tmp_path / "runs")
+    assert result.cells["b"].seeds == [1, 2] and result.cells["a"].seeds == [0, 1, 2]
+    assert only(result, "not those of the cell's other runs").startswith("b/seed_0: ")
+
+
+def test_a_claim_about_two_other_cells(table: Table, make: Make, tmp_path: Path) -> None:
+    all_of(make)
+    assert table.laptop is not None
+    three = replace(
+        table, laptop=replace(table.laptop, baseline="b", versus={"a": "b", "b": "a"})
+    )  # what is set against the baseline already is not there twice
+    result = collect(three, "laptop", tmp_path / "runs")
+    assert [(one.cell, one.baseline, one.metric) for one in result.differences] == [
+        ("a", "b", "reward"),
+        ("b", "a", "reward"),
+    ]
+    there, back = result.differences
+    assert there.value == -back.value and (there.verdict, back.verdict) == (OPPOSITE, SHOWN)
+
+
+def test_seeds_that_the_table_does_not_have_are_in_the_command(table: Table, make: Make, tmp_path: Path) -> None:
+    make("a", 0)
+    assert "--seeds" not in collect(table, "laptop", tmp_path / "runs").commands[0]
+    make("a", 7)
+    assert " --seeds 0 7" in collect(table, "laptop", tmp_path / "runs").commands[0]
 
 
 def test_further_overrides_and_steps_are_said(table: Table, make: Make, tmp_path: Path) -> None:

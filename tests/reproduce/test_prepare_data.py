@@ -228,6 +228,15 @@ def test_a_file_that_is_cut_short(place: str, tmp_path: Path) -> None:
     assert place in message and "cut short" in message
 
 
+def test_a_record_of_another_form(tmp_path: Path) -> None:
+    write(tmp_path / "kernelbench_level1.jsonl", [{"code": "c", "level": "one", "name": "n", "problem_id": 1}])
+    message = fails(find_source("kernelbench_level1"), tmp_path / "out", tmp_path)
+    assert "kernelbench_level1, record 0: not of the expected form" in message
+    write(tmp_path / "drkernel_rl.jsonl", [{"prompt": "p", "reward_model": "none", "extra_info": {}}])
+    message = fails(find_source("drkernel_rl"), tmp_path / "out", tmp_path)
+    assert "drkernel_rl, record 0: not of the expected form" in message
+
+
 def test_a_record_without_a_column(tmp_path: Path) -> None:
     write(tmp_path / "aime24.jsonl", [*AIME[:3], {"problem": "?", "solution": "4"}])
     message = fails(find_source("aime24"), tmp_path / "out", tmp_path)

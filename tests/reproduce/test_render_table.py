@@ -218,6 +218,30 @@ def test_csv_has_every_number_in_full(table: Table, tmp_path: Path) -> None:
     assert other["mean"] == "" and float(other["paper"]) == 70 and other["certainty"] == "unverified"
 
 
+def test_a_cell_against_several(table: Table, tmp_path: Path) -> None:
+    assert table.laptop is not None
+    cells = {**table.laptop.cells, "c": replace(table.laptop.cells["b"], name="c", label="Way C")}
+    more = replace(table, laptop=replace(table.laptop, cells=cells, versus={"c": "b"}))
+    assert more.laptop is not None
+    make(more, "laptop", tmp_path)
+    for seed in range(3):
+        folder = runs.begin(more, more.laptop, cells["c"], seed, steps=6, extra=[], out=tmp_path)
+        source = tmp_path / f"otb.ways/laptop/b/seed_{seed}/metrics.jsonl"
+        (folder / "metrics.jsonl").write_bytes(source.read_bytes())
+        runs.end(folder, runs.COMPLETE, 0, 1.0)
+    result = collect(more, "laptop", tmp_path)
+    page = render.markdown(result)
+    assert [row[:2] for row in rows(page, "## Difference to Way A")[1:]] == [
+        ["B\\|C", "reward ↑"], ["B\\|C", "gradient norm"], ["Way C", "reward ↑"], ["Way C", "gradient norm"],
+    ]  # fmt: skip
+    against = rows(page, "## Difference to B|C")
+    assert [row[0] for row in against[1:]] == ["Way C"] * 3 and against[1][2] == "+0.000"
+    assert "one side has no value: B|C in tokens to 0.5; Way C in tokens to 0.5." in page
+    lines = list(csv.DictReader(io.StringIO(render.csv_text(result))))
+    own = [line for line in lines if (line["cell"], line["metric"]) == ("c", "reward")]
+    assert [line["baseline"] for line in own] == ["a", "b"] and float(own[1]["difference"]) == 0
+
+
 def test_json_is_strict_and_complete(table: Table, tmp_path: Path) -> None:
     make(table, "laptop", tmp_path)
     result = collect(table, "laptop", tmp_path)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from verl_ext.cli import main
 from verl_ext.reproduce import needs, plan, runs, submit
 from verl_ext.reproduce.run import INTERRUPTED, jobs
 from verl_ext.reproduce.run import run as run_here
-from verl_ext.reproduce.tables import find_table
+from verl_ext.reproduce.tables import find_table, scale_of
 
 # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +104,9 @@ def test_settings_tell_configurations_apart_and_nothing_else(tmp_path: Path) -> 
 def test_cost_in_words() -> None:
     cells = list(LAPTOP.cells.values())
     whole = plan.cost(dataclasses.replace(LAPTOP, minutes=30.0), cells, LAPTOP.seeds)
-    assert whole == "3 cells x 3 seeds, 20 steps each; CPU only; about 30 minutes on 2 cores"
+    assert whole == f"3 cells x 3 seeds, {LAPTOP.steps} steps each; CPU only; about 30 minutes on 2 cores"
+    short = plan.cost(dataclasses.replace(LAPTOP, minutes=30.0, steps=20), cells, LAPTOP.seeds, steps=2)
+    assert short == "3 cells x 3 seeds, 2 steps each; CPU only; about 3 minutes on 2 cores"
     one = plan.cost(dataclasses.replace(LAPTOP, minutes=30.0), cells[:1], (0,))
     assert one.startswith("1 cell x 1 seed,") and "about 4 minutes" in one
     mas = find_table("dr_mas").full
@@ -254,6 +257,7 @@ def test_complete_runs_are_skipped_and_the_table_is_written(tmp_path: Path, caps
         (("run", "otb", "trainer.logger=[console]"), "add `file` to the list"),
         (("plan", "trloo", "--cell", "gpt5"), "'gpt5' is only published"),
         (("collect", "otb", "a=b"), "does not take a=b"),
+        (("run", "otb", "--no-wait"), "give its --submit ADDRESS"),
         (("list", "--all"), "does not take --all"),
         (("script", "nothing"), "unknown table 'nothing'"),
         (("prepare", "nothing"), "unknown table 'nothing'"),
@@ -301,6 +305,14 @@ def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypat
     assert said() == ["8 GPUs are needed and 0 are seen"]
     on_a_cluster = needs.lacks(OTB, OTB.full, cells, data=tmp_path, environment={"RAY_ADDRESS": "x"})
     assert not any("GPU" in lack.what for lack in on_a_cluster)
+
+
+def test_a_package_that_a_laptop_task_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake, lake_scale = scale_of(find_table("gigpo"), "laptop")
+    monkeypatch.setattr(needs, "has_package", lambda name: name != "gymnasium")
+    (lack,) = needs.lacks(lake, lake_scale, list(lake_scale.cells.values()))
+    assert str(lack) == "the package gymnasium is not installed: pip install 'verl-ext[gymnasium]'"
+    assert needs.lacks(OTB, LAPTOP, [CELL]) == []
 
 
 def test_packages_are_known_by_distribution_or_module() -> None:
@@ -353,6 +365,8 @@ def test_jobs_are_named_by_table_cell_and_seed(
     words = shlex.split(tasks[1].entrypoint)
     assert words[:4] == [sys.executable, "-m", "verl_ext.cli", "reproduce"] and words[-1] == "a=b c"
     assert " --cell otb_n4 --seeds 0 " in tasks[1].entrypoint and " --no-collect --steps 2 " in tasks[1].entrypoint
+    (blind,) = submit.tasks_of(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, extra=[], check=False)
+    assert " --no-check " in blind.entrypoint and "--no-check" not in tasks[0].entrypoint
     assert tasks[1].environment == {"VERL_EXT_HOME": "/a home"}
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"
 
@@ -376,6 +390,24 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
     assert "was at step 2, goes on" in capsys.readouterr().out
     (run,) = runs.find_runs(tmp_path, OTB, "laptop")
     assert run.complete
+
+
+def test_runs_that_fail_are_named_and_the_rest_is_run_and_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that ends at once."""
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    cell = OTB.full.cells["otb_n4"]
+    assert run_here(OTB, OTB.full, [cell], (0, 1), out=tmp_path, check=False) == 1
+    said = capsys.readouterr()
+    assert "failed: otb_n4, seed 0; otb_n4, seed 1; the same command tries them again" in said.err
+    assert "no complete run of otb/samples at full scale" in said.err and "[2/2]" in said.out
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = reproduce(capsys, "prepare", "hgpo", "--out", tmp_path / "file")
+    assert code == 1 and str(tmp_path / "file") in err
 
 
 def test_nothing_is_run_when_a_folder_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from verl_ext.demo import run
 from verl_ext.demo.curve import COLOURS, Point, draw_references, estimated, read_metrics, smooth
 from verl_ext.demo.tasks import TASKS, DemoTask
 from verl_ext.recipes import RecipeError, find_recipe
+from verl_ext.reproduce import metrics
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,7 @@ def spike(norms: Mapping[int, float], peaks: Mapping[int, float]) -> float:
         norms: mean of a step's updates, by step.
         peaks: largest of a step's updates, by step.
     """
-    middle = statistics.median(norms.values()) if norms else 0.0
-    return max(peaks.values()) / middle if middle > 0 else math.nan
+    return metrics.spike(list(norms.values()), list(peaks.values()))
 
 
 def draw_comparison(runs: Mapping[str, Mapping[int, Finished]], task: DemoTask, path: Path) -> None:

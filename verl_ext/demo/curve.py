@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from verl_ext.report.logs import read_lines
 
 #: Colours of agents and recipes, in order.
 COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
@@ -67,18 +68,6 @@ class Point:
 def estimated(points: Sequence[Point], agents: Sequence[str]) -> bool:
     """Whether the norm of any of the agents' gradients is an estimate in any of the points."""
     return any(p.agents[name].grad_norm is None for p in points for name in agents if name in p.agents)
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of every whole line of verl's jsonl; a line that is still being written is left out."""
-    if not path.exists():
-        return
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-            yield int(record["step"]), dict(record["data"])
-        except (ValueError, KeyError, TypeError):
-            continue
 
 
 def read_metrics(path: Path) -> list[Point]:

@@ -23,7 +23,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7
 DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
 
 _SEED = re.compile(r"^(?P<group>.*?)[-_./ ]*seed[-_= ]?(?P<seed>\d+)$", re.IGNORECASE)
-_AGENT = re.compile(r"^agent/(?P<agent>.+?)/(?P<what>score/mean|score/std|[^/]+)$")
+_AGENT = re.compile(r"^agent/(?P<agent>.+?)/(?P<what>(?:score|grad_norm)/[^/]+|[^/]+)$")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def load(
         if not by_seed or not group:
             group = name
         for chosen, pattern in (groups or {}).items():
-            folder = log.path.parent if log.path.is_file() else log.path
+            folder = log.path if log.path.is_dir() else log.path.parent
             if any(fnmatch.fnmatchcase(text, pattern) for text in (name, str(log.path), str(folder))):
                 group = chosen
                 unused.discard(chosen)
@@ -133,7 +133,8 @@ def load(
     if unused:
         lost = ", ".join(f"{name}={(groups or {})[name]}" for name in sorted(unused))
         raise LogError(f"--group {lost}: fits no run; the runs are {', '.join(names)}")
-    return sorted(runs, key=lambda run: [run.group for run in runs].index(run.group))
+    order = group_names(runs)
+    return sorted(runs, key=lambda run: order.index(run.group))
 
 
 def group_names(runs: Iterable[Run]) -> list[str]:
@@ -151,10 +152,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     parts = []
     for path in paths:
         whole = path.resolve()
-        if path.is_file():
-            whole = (
-                whole.parent if whole.name == METRICS_FILE else whole.with_name(whole.name.removesuffix(whole.suffix))
-            )
+        if not path.is_dir():
+            whole = whole.parent if whole.name == METRICS_FILE else whole.with_suffix("")
         parts.append(whole.parts)
     # A folder of the logger's own inside each run's folder tells nothing.
     while (
@@ -179,10 +178,13 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _with_agent_norms(log: RunLog) -> RunLog:
-    """The log with an estimate of the gradient norm of each agent's rows: the whole norm times the root of the agent's
-    share of the gradient energy, exact if the agents' gradients are orthogonal and their tokens' scores equally long.
+    """The log with an estimate of the gradient norm of each agent's rows, where ``verl_ext.agent_gradients`` has not
+    measured it: the whole norm times the root of the agent's share of the gradient energy, exact if the agents'
+    gradients are orthogonal and their tokens' scores equally long.
     """
     suffix = "/gradient_energy_share"
+    if any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.metrics()):
+        return log
     steps = {}
     for step, values in log.steps.items():
         norm = values.get("actor/grad_norm")
@@ -275,10 +277,11 @@ _MISMATCH_MORE = ("training/rollout_*", "rollout_corr/*", "mismatch/*", "dvp/*")
 _AGENT_MAIN = {
     "score/mean": "mean score of its rows",
     "gradient_energy_share": "share of the gradient's energy",
+    "grad_norm/mean": "gradient norm of its rows",
+    "grad_norm/max": "gradient norm of its rows, largest update",
     "grad_norm_estimate": "gradient norm of its rows (estimate)",
-    "rows": "rows",
-    "score/std": "deviation of its scores",
 }
+_AGENT_MORE = {"rows": "rows", "score/std": "deviation of its scores"}
 
 
 def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
@@ -329,10 +332,11 @@ def _section(title: str, panels: Sequence[tuple[str, str]], main: int | None = N
 def _agents(known: Sequence[str]) -> Section:
     parts = [match for name in known if (match := _AGENT.match(name))]
     agents = list(dict.fromkeys(match["agent"] for match in parts))
-    kinds = [*_AGENT_MAIN, *dict.fromkeys(match["what"] for match in parts if match["what"] not in _AGENT_MAIN)]
+    titles = {**_AGENT_MAIN, **_AGENT_MORE}
+    kinds = list(dict.fromkeys([*titles, *(match["what"] for match in parts)]))
     ordered = sorted(parts, key=lambda match: (kinds.index(match["what"]), agents.index(match["agent"])))
-    panels = [(match[0], f"{match['agent']}: {_AGENT_MAIN.get(match['what'], match['what'])}") for match in ordered]
-    main = sum(match["what"] in ("score/mean", "gradient_energy_share", "grad_norm_estimate") for match in parts)
+    panels = [(match[0], f"{match['agent']}: {titles.get(match['what'], match['what'])}") for match in ordered]
+    main = sum(match["what"] in _AGENT_MAIN for match in parts)
     # Panels of a lone agent repeat those of the run.
     return _section("Agents", panels, main if len(agents) > 1 else 0)
 

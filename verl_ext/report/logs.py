@@ -92,9 +92,9 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
         LogError: the path does not exist, or holds no metrics of a known kind.
     """
     given = Path(path)
-    if not given.exists():
+    if not given.exists() and not _kept(given).is_file():
         raise LogError(f"{given}: no such file or folder")
-    if given.is_file():
+    if not given.is_dir():
         _kind(given)
         return [given]
     found = list(_below(given, set()))
@@ -123,8 +123,9 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[Path]:
 
 def _own(folder: Path) -> list[Path]:
     """The runs whose metrics lie in this folder itself."""
-    if (folder / METRICS_FILE).is_file() or (folder / f"{METRICS_FILE}.keep").is_file():
-        return [folder / METRICS_FILE]
+    metrics = folder / METRICS_FILE
+    if metrics.is_file() or _kept(metrics).is_file():
+        return [metrics]
     # A file that a fresh run has moved aside (name.1.jsonl) is an earlier run of the same name, not this one.
     jsonl = sorted(file for file in folder.glob("*.jsonl") if "." not in file.stem and _is_verl_jsonl(file))
     if jsonl:
@@ -134,6 +135,11 @@ def _own(folder: Path) -> list[Path]:
     return sorted(folder.glob(_WANDB))
 
 
+def _kept(file: Path) -> Path:
+    """The copy that a resume makes before it writes the file anew; it stays only if that is interrupted."""
+    return file.with_name(file.name + ".keep")
+
+
 def natural_order(name: str) -> list[Any]:
     """A key that sorts seed_10 after seed_9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
@@ -141,10 +147,7 @@ def natural_order(name: str) -> list[Any]:
 
 def _is_verl_jsonl(path: Path) -> bool:
     with path.open("rb") as file:
-        for line in file:
-            record = _line(line)
-            return record is not None
-    return False
+        return _line(file.readline()) is not None
 
 
 def _kind(path: Path) -> Source:
@@ -170,7 +173,7 @@ def _read(path: Path) -> RunLog:
         files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name))
     else:
         source = _kind(path)
-        files = [path]
+        files = [file for file in (_kept(path), path) if file.is_file()]
     try:
         for file in files:
             if source == "jsonl":
@@ -200,10 +203,7 @@ def _read_records(
 
 
 def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str]) -> None:
-    # The copy that a resume makes before it writes the file anew; it stays only if that is interrupted.
-    kept = file.with_name(file.name + ".keep")
-    content = b"".join(part.read_bytes() for part in (kept, file) if part.is_file())
-    lines = content.split(b"\n")
+    lines = file.read_bytes().split(b"\n")
     bad: list[int] = []
     last: int | None = None
     backwards: list[str] = []
@@ -232,6 +232,17 @@ def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[s
         )
     if backwards:
         problems.append(f"{file}: steps go back ({backwards[0]}): two runs in one file? The later value of a step wins")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of the lines of verl's jsonl, as they stand there.
+
+    A line that is still being written, or that is none of verl's, is left out. There are none if there is no file.
+    """
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            if (record := _line(line)) is not None:
+                yield record
 
 
 def _line(line: bytes) -> tuple[int, dict[str, Any]] | None:

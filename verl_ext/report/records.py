@@ -3,7 +3,8 @@
 
 Both are streams of protocol buffer messages in a frame of their own:
 
-* an event file frames each message with its length (uint64), the masked crc32c of the length, and a crc of the data;
+* an event file frames each message with its length (uint64), the masked crc32c of the length, and a crc of the data,
+  which is not checked (in Python that would take longer than all the rest);
 * a wandb file is a LevelDB log: blocks of 32 KiB with chunks of (crc32, length, kind), where a message that does not
   fit in a block goes on in the next.
 
@@ -38,18 +39,26 @@ def tensorboard_values(path: Path) -> Iterator[tuple[int, str, float]]:
     Raises:
         RecordError: at a record that is cut short or damaged, after the values before it.
     """
-    content = path.read_bytes()
-    for message in _event_messages(content, path):
-        step, summaries = 0, []
-        for field, value in _fields(message, path):
-            if field == 2:
-                step = _signed(value)
-            elif field == 5:
-                summaries.append(value)
-        for summary in summaries:
-            for field, value in _fields(summary, path):
-                if field == 1 and (scalar := _scalar(value, path)) is not None:
-                    yield step, *scalar
+    for message in _event_messages(path.read_bytes(), path):
+        try:
+            found = _scalars(message, path)
+        except (TypeError, AttributeError, struct.error):  # a field is not of the kind that belongs there
+            raise _unreadable(path) from None
+        yield from found
+
+
+def _scalars(event: bytes, path: Path) -> list[tuple[int, str, float]]:
+    step, summaries, found = 0, [], []
+    for field, value in _fields(event, path):
+        if field == 2:
+            step = _signed(value)
+        elif field == 5:
+            summaries.append(value)
+    for summary in summaries:
+        for field, value in _fields(summary, path):
+            if field == 1 and (scalar := _scalar(value, path)) is not None:
+                found.append((step, *scalar))
+    return found
 
 
 def wandb_values(path: Path) -> Iterator[tuple[int, str, Any]]:
@@ -166,7 +175,11 @@ def _fields(message: bytes, path: Path) -> Iterator[tuple[int, Any]]:
             yield key >> 3, message[position : position + length]
             position += length
     except (IndexError, KeyError):
-        raise RecordError(f"{path}: holds a message that cannot be read") from None
+        raise _unreadable(path) from None
+
+
+def _unreadable(path: Path) -> RecordError:
+    return RecordError(f"{path}: holds a message that cannot be read; what stands before it is used")
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:

@@ -37,7 +37,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_ext.demo.curve import read_lines, smooth
+from verl_ext.demo.curve import smooth
+from verl_ext.report.logs import LogError, read_lines, read_run
 from verl_ext.reproduce import metrics
 from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
 from verl_ext.reproduce.metrics import Interval
@@ -132,11 +133,11 @@ class CellResult:
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell against the baseline in one metric.
+    """A cell against another one in one metric.
 
     Attributes:
-        cell, baseline, metric: names.
-        value: mean of the cell less mean of the baseline, in the shown unit.
+        cell, baseline, metric: names; the other cell is the table's baseline, or one that the claim sets against it.
+        value: mean of the cell less mean of the other, in the shown unit.
         interval: Welch's 95 % interval; None where one side has a single seed.
         verdict: `SHOWN` (outside the noise, in the direction that the metric calls better), `OPPOSITE`, `NOT_SHOWN`
             (inside the noise) or `UNKNOWN` (one seed).
@@ -184,7 +185,7 @@ class Result:
         scale: the scale that was collected.
         folder: the table's folder among runs.
         cells: by name, in the table's order.
-        differences: to the baseline, in the order of cells and metrics.
+        differences: to the baseline, in the order of cells and metrics; then those of the scale's `versus`.
         beside: the paper's numbers beside ours; empty at laptop scale, where they are not comparable.
         versions: of the packages that the runs were made with, by name.
         dates: first and last day on which the runs were made (ISO), None if unknown.
@@ -354,8 +355,11 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
             found.append((run, folder.fingerprint_ok))
     runs = []
     for run, sound in found:
-        # Runs with the same settings, though not the table's, are comparable with each other.
-        if not sound and any(other.cell == run.cell and ok for other, ok in found):
+        # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
+        of_cell = [(ok, str(other.record.get("started", "")), other) for other, ok in found if other.cell == run.cell]
+        kept = max(of_cell, key=lambda one: one[:2])[2]
+        same = run.record.get("settings") == kept.record.get("settings")
+        if not (sound or same):
             notes.add("left out: its settings are not those of the cell's other runs", run.name)
             continue
         runs.append(run)
@@ -371,8 +375,6 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
 
 
 def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | None:
-    from verl_ext.report.logs import LogError, read_run
-
     name = f"{folder.cell}/seed_{folder.seed}"
     record = folder.record
     cell = scale.cells.get(folder.cell)
@@ -503,6 +505,9 @@ def _commands(table: Table, scale: Scale, out: Path, runs: Sequence[Run] = ()) -
         where = out.absolute()
         options += ["--out", str(where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where)]
     own: list[str] = []
+    seeds = sorted({run.seed for run in runs})
+    if not set(seeds) <= set(scale.seeds):
+        own += ["--seeds", *map(str, seeds)]
     planned = {run.planned for run in runs}
     if len(planned) == 1 and (steps := planned.pop()) is not None and steps != scale.steps:
         own += ["--steps", str(steps)]
@@ -807,7 +812,7 @@ def _figures(keys: Mapping[str, Mapping[str, str]], runs: Mapping[int, Run]) -> 
     return out
 
 
-AGENT_SPIKE = "largest grad_norm over the median"
+AGENT_SPIKE = "largest grad_norm of an update over the steps' median"
 
 
 def _agent_figures(logged: Sequence[str], runs: Mapping[int, Run]) -> dict[str, dict[str, Summary]]:
@@ -843,24 +848,21 @@ def _curve(run: Run, patterns: Sequence[str]) -> dict[int, float]:
 
 
 def _differences(scale: Scale, cells: Mapping[str, CellResult]) -> list[Difference]:
-    if scale.baseline is None:
-        return []
+    pairs = [(name, scale.baseline) for name in cells if scale.baseline not in (None, name)]
     out = []
-    for cell in cells.values():
-        if cell.name == scale.baseline:
-            continue
+    for cell, other in [*pairs, *(pair for pair in scale.versus.items() if pair not in pairs)]:
         for name, spec in scale.metrics.items():
-            ours, theirs = cell.metrics[name], cells[scale.baseline].metrics[name]
+            ours, theirs = cells[cell].metrics[name], cells[str(other)].metrics[name]
             if ours.mean is None or theirs.mean is None:
                 continue
             interval = metrics.welch(ours.known, theirs.known)
             verdict = verdict_of(interval, spec.higher)
-            out.append(Difference(cell.name, scale.baseline, name, ours.mean - theirs.mean, interval, verdict))
+            out.append(Difference(cell, str(other), name, ours.mean - theirs.mean, interval, verdict))
     return out
 
 
 def verdict_of(interval: Interval | None, higher: bool | None) -> str:
-    """What a difference says of a claim that the cell is better than the baseline.
+    """What a difference says of a claim that the cell is better than the other one.
 
     Args:
         interval: of the difference, None if the noise is unknown.

@@ -116,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
         return _ACTIONS[args.action](args)
     except UnknownTableError as error:
         return _fail(args, error, 2)
-    except (TableError, runs.RunError, SubmitError, ImportError) as error:
+    except BrokenPipeError:
+        raise
+    except (TableError, runs.RunError, SubmitError, ImportError, OSError) as error:
         return _fail(args, error, 1)
 
 
@@ -233,11 +235,16 @@ def _plan(args: argparse.Namespace) -> int:
     cells = find_cells(scale, _split(args, "cell"))
     seeds = _seeds(args, scale)
     _nothing_else(args)
+    again = ["--scale", scale.name]
+    again += ["--cell", *(cell.name for cell in cells)] if args.cell else []
+    again += ["--seeds", *map(str, seeds)] if args.seeds else []
+    again += ["--steps", str(args.steps)] if args.steps else []
+    again += ["--out", str(args.out)] if args.out != runs.DEFAULT_OUT else []
     print(f"{table.name}, {scale.name} scale: {table.title} ({table.paper})")
     if scale.name == "laptop":
         print("Laptop scale: a test of the claim's direction, not the paper's number.")
     print(_wrapped("claim: ", scale.claim or table.claim))
-    print(_wrapped("cost:  ", plan.cost(scale, cells, seeds)))
+    print(_wrapped("cost:  ", plan.cost(scale, cells, seeds, args.steps)))
     if scale.name == "full":
         if scale.hardware is not None and scale.hardware.note:
             print(_wrapped("       ", f"hardware: {scale.hardware.note}"))
@@ -246,7 +253,7 @@ def _plan(args: argparse.Namespace) -> int:
             print(_wrapped("open:  - " if place == 0 else "       - ", text))
         print(_wrapped("published: ", f"in {table.published_in}" if table.published_in else "nothing"))
         for number in table.published:
-            relative = f" relative to {number.relative_to}" if number.relative_to else ""
+            relative = f"{' %' if number.ratio else ''} relative to {number.relative_to}" if number.relative_to else ""
             note = f" ({number.note})" if number.note else ""
             print(f"  {number.cell}, {number.metric}: {number.value:g}{relative}, {number.certainty}{note}")
         for variable, text in scale.needs.inputs.items():
@@ -254,7 +261,8 @@ def _plan(args: argparse.Namespace) -> int:
     missing = needs.lacks(table, scale, cells)
     for one in missing:
         print(_wrapped("lacks here: ", str(one)))
-    print(f"\nAll of it: verl-ext reproduce run {table.name} --scale {scale.name}")
+    print(f"\nAll of it: {shlex.join(['verl-ext', 'reproduce', 'run', table.name, *again])}")
+    print("By hand, one by one (they write no cell.json, so `run` and `collect` do not take such a folder):")
     for cell in cells:
         for seed in seeds:
             print(f"\n# {cell.name}, seed {seed}: {cell.label}")
@@ -268,7 +276,7 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
     folder = runs.folder_of(out, table, scale, cell.name, seed)
     if scale.name == "full":
         words = plan.full_words(table, cell, seed, folder, steps=steps)
-        return plan.shown({}, ["python", "-m", "verl.trainer.main_ppo", *words], scale.needs.inputs)
+        return plan.shown(["python", "-m", "verl.trainer.main_ppo", *words], scale.needs.inputs)
     # The demo makes the model and the data first, and prints verl's own command as it starts it.
     words = plan.laptop_demo_words(table, cell)
     where = ["--steps", str(steps or scale.steps), "--seed", str(seed), "--out", str(folder)]
@@ -309,7 +317,13 @@ def _run(args: argparse.Namespace) -> int:
             extra=extra,
             wait=not args.no_wait,
             at_once=args.at_once,
+            collect=not args.no_collect,
+            check=not args.no_check,
         )
+    if args.no_wait or args.at_once != 1:
+        from verl_ext.cli import UsageError
+
+        raise UsageError("--at-once and --no-wait are for jobs of a cluster: give its --submit ADDRESS as well")
     return run_here(
         table,
         scale,

@@ -23,6 +23,8 @@ _INSTALL = {
     "textworld": "'verl-ext[textworld]'",
     "bm25s": "'verl-ext[search]'",
 }
+#: Packages that the tasks of the laptop scale need beside verl-ext's own requirements.
+_OF_TASK = {"lake": ("gymnasium",)}
 _ENGINE = "actor_rollout_ref.rollout.name"
 
 
@@ -49,13 +51,9 @@ def gpus() -> int:
         names = [name for name in visible.split(",") if name.strip()]
         return len(names) if names != ["-1"] else 0
     nvidia = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
-    amd = len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
     # A node of the kernel's topology is a CPU where its gpu_id is 0.
-    if amd:
-        amd = sum(
-            path.read_text().strip() != "0" for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-        )
-    return nvidia + amd
+    amd = [path.read_text().strip() for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")]
+    return nvidia + sum(name != "0" for name in amd)
 
 
 def has_package(name: str) -> bool:
@@ -100,11 +98,12 @@ def lacks(
     """
     environment = os.environ if environment is None else environment
     found = [] if has_package("verl") else [Lack("verl is not installed", "pip install 'verl>=0.9.1,<0.10'")]
-    if scale.name == "laptop":
-        return found
-    for name in packages(table, cells):
+    laptop = scale.name == "laptop"
+    for name in _OF_TASK.get(str(scale.task), ()) if laptop else packages(table, cells):
         if not has_package(name):
             found.append(Lack(f"the package {name} is not installed", f"pip install {_INSTALL.get(name, name)}"))
+    if laptop:
+        return found
     for variable, text in scale.needs.inputs.items():
         if not environment.get(variable):
             found.append(Lack(f"the environment variable {variable} is not set", f"export {variable}=... ({text})"))

@@ -242,24 +242,28 @@ def number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> str:
-    """The cost of cells and seeds in words."""
+def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int | None = None) -> str:
+    """The cost of cells and seeds in words; with another number of steps than the table's, if it is given."""
     runs = f"{number(len(cells), 'cell')} x {number(len(seeds), 'seed')}"
     if scale.name == "laptop":
+        steps = steps or scale.steps
+        assert steps is not None and scale.steps is not None  # the loader demands them of a laptop scale
+        runs = f"{runs}, {number(steps, 'step')} each; CPU only"
         if scale.minutes is None:
-            return f"{runs}, {scale.steps} steps each; CPU only; the time was not measured"
-        share = len(cells) * len(seeds) / (len(scale.runnable) * len(scale.seeds))
-        minutes = number(math.ceil(scale.minutes * share), "minute")
-        return f"{runs}, {scale.steps} steps each; CPU only; about {minutes} on 2 cores"
+            return f"{runs}; the time was not measured"
+        share = len(cells) * len(seeds) / (len(scale.runnable) * len(scale.seeds)) * steps / scale.steps
+        return f"{runs}; about {number(math.ceil(scale.minutes * share), 'minute')} on 2 cores"
     hardware, hours = scale.hardware, scale.hours
     assert hardware is not None and hours is not None
-    machines = f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu} ({hardware.certainty})"
+    gpus = f"{number(hardware.gpus_per_node, 'GPU')} ({hardware.gpu}; {hardware.certainty})"
+    machines = f"{number(hardware.nodes, 'node')} with {gpus}"
     if hours.value is None:
-        return f"{runs} on {machines}; hours of a cell: not stated{f' ({hours.note})' if hours.note else ''}"
+        return f"{runs} on {machines}; hours of a cell: {hours.note or 'not stated'}"
     whole = gpu_hours(scale, cells, seeds)
     return (
         f"{runs} on {machines}; {hours.value:g} hours a cell and seed ({hours.certainty}"
         f"{f'; {hours.note}' if hours.note else ''}); {whole:g} GPU-hours in all"
+        f"{'' if steps in (None, scale.steps) else f', for the whole length and not for {steps} steps'}"
     )
 
 
@@ -286,14 +290,12 @@ def shell_word(word: str, variables: Iterable[str] = ()) -> str:
     return '"' + "".join(part + variable for part, variable in zip(parts, [*kept, ""], strict=True)) + '"'
 
 
-def shown(environment: Mapping[str, str], command: Sequence[str], variables: Iterable[str] = ()) -> str:
-    """A command with its environment as a person would type it, a word a line.
+def shown(command: Sequence[str], variables: Iterable[str] = ()) -> str:
+    """A command as a person would type it, a word a line.
 
     Args:
-        environment: variables to set.
         command: words; the first three stand on the first line.
         variables: names that are left to the shell to fill in.
     """
     variables = list(variables)
-    first = " ".join([*(f"{key}={shell_word(value, variables)}" for key, value in environment.items()), *command[:3]])
-    return " \\\n    ".join([first, *(shell_word(word, variables) for word in command[3:])])
+    return " \\\n    ".join([" ".join(command[:3]), *(shell_word(word, variables) for word in command[3:])])

@@ -293,11 +293,12 @@ def _on_hub(source: Source) -> str:
     return f"{source.hub} ({', '.join([*parts, f'split {source.split}'])})"
 
 
-def both_ways(table: str, source: Source) -> str:
-    """How to get a data set, with and without a network."""
-    places = ", ".join(candidates(source))
+def both_ways(table: str, source: Source, places: bool = True) -> str:
+    """How to get a data set, with and without a network; `places`: say which files a local folder may have."""
     command = f"verl-ext reproduce prepare {table} --only {source.name}"
-    local = f"{command} --from FOLDER, where FOLDER holds one of: {places}"
+    local = f"{command} --from FOLDER"
+    if places:
+        local += f", where FOLDER holds one of: {', '.join(candidates(source))}"
     return f"Get it with {local}." if source.hub is None else f"With a network: {command}. Without: {local}."
 
 
@@ -432,9 +433,7 @@ def prepare(
             if source.kind == "corpus":
                 count = _write_corpus(source, records, work)
             else:
-                convert = _CONVERT[source.kind]
-                rows = [convert(source, record, number) for number, record in enumerate(records)]
-                count = _write_parquet(rows, work)
+                count = _write_parquet(_rows(source, records), work)
         if not count:
             raise PrepareError(f"{source.name}: {origin} holds no record")
         if source.rows is not None and count != source.rows and not any_count:
@@ -459,16 +458,20 @@ def prepare(
     return manifest
 
 
+def _folder(local: Path) -> None:
+    if not local.is_dir():
+        raise PrepareError(f"--from {local}: there is no such folder")
+
+
 def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[dict[str, Any]], str]:
     """Records of a data set, and where they come from."""
     if local is not None:
-        if not local.is_dir():
-            raise PrepareError(f"--from {local}: there is no such folder")
+        _folder(local)
         files = local_files(source, local)
         if not files:
             raise PrepareError(
                 f"{source.name} ({source.title}) is not in {local}: looked for {', '.join(candidates(source))}. "
-                f"{both_ways(table, source)}"
+                f"{both_ways(table, source, places=False)}"
             )
         return (record for path in files for record in read_file(path)), ", ".join(map(str, files))
     if source.hub is None:
@@ -479,6 +482,18 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
         raise PrepareError(f"{error} {both_ways(table, source)}") from error
 
 
+def _rows(source: Source, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    convert, rows = _CONVERT[source.kind], []
+    for number, record in enumerate(records):
+        try:
+            rows.append(convert(source, record, number))
+        except PrepareError:
+            raise
+        except (TypeError, ValueError) as error:  # a text where a number or an object is meant
+            raise PrepareError(f"{source.name}, record {number}: not of the expected form ({error})") from error
+    return rows
+
+
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -486,7 +501,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
     if rows:
         try:
             pq.write_table(pa.Table.from_pylist(rows), path)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise PrepareError(f"the records do not have the same form: {error}") from error
     return len(rows)
 
@@ -549,6 +564,8 @@ def main(
     failed = []
     try:
         names = names_of(table, only)
+        if source is not None:
+            _folder(source)
     except PrepareError as error:
         print(f"verl-ext reproduce: {error}", file=sys.stderr)
         return 1

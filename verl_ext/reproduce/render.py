@@ -192,21 +192,24 @@ def markdown(result: Result) -> str:
 
 def _difference_part(result: Result) -> list[str]:
     scale = result.scale
-    if not result.differences or scale.baseline is None:
+    if not result.differences:
         return []
-    rows = []
-    for one in result.differences:
-        spec = scale.metrics[one.metric]
-        rows.append([
-            result.cells[one.cell].label,
-            head(spec),
-            *difference_texts(one, spec),
-            verdict_text(result, one),
-        ])  # fmt: skip
-    out = [f"## Difference to {result.cells[scale.baseline].label}", ""]
-    out += _table(["", "metric", "difference", "95 % interval", "verdict"], rows)
+    out = []
+    for other in dict.fromkeys(one.baseline for one in result.differences):
+        own = {(one.cell, one.metric): one for one in result.differences if one.baseline == other}
+        rows, lacking = [], []
+        for cell in dict.fromkeys(name for name, _ in own):
+            label = result.cells[cell].label
+            for metric, spec in scale.metrics.items():
+                if one := own.get((cell, metric)):
+                    rows.append([label, head(spec), *difference_texts(one, spec), verdict_text(result, one)])
+                else:
+                    lacking.append(f"{label} in {spec.label}")
+        out += [f"## Difference to {result.cells[other].label}", ""]
+        out += [*_table(["", "metric", "difference", "95 % interval", "verdict"], rows), ""]
+        if lacking:
+            out += [f"No difference, since one side has no value: {'; '.join(lacking)}.", ""]
     out += [
-        "",
         "Interval: Welch, over seeds. A difference whose interval holds 0 is inside the noise; of twenty without any "
         "effect about one is outside.",
     ]
@@ -357,13 +360,19 @@ def _inline(text: str) -> str:
 CSV_FIELDS = (
     "scale", "cell", "label", "metric", "percent", "higher", "mean", "std", "seeds", "values", "unreached",
     "baseline", "difference", "low", "high", "verdict",
-    "paper", "paper_relative_to", "certainty", "paper_gap", "paper_verdict",
+    "paper", "paper_relative_to", "paper_ratio", "certainty", "paper_gap", "paper_verdict",
 )  # fmt: skip
 
 
 def csv_text(result: Result) -> str:
-    """One line a cell and metric; ``values`` are ``seed:value`` joined by spaces, numbers in full precision."""
-    differences = {(one.cell, one.metric): one for one in result.differences}
+    """One line a cell and metric, or more where it is set against several cells or published several times.
+
+    ``values`` are ``seed:value`` joined by spaces, numbers in full precision. With ``paper_ratio`` the paper's number
+    and ours are changes in percent from ``paper_relative_to``, without it differences.
+    """
+    differences: dict[tuple[str, str], list[Difference]] = {}
+    for one in result.differences:
+        differences.setdefault((one.cell, one.metric), []).append(one)
     beside: dict[tuple[str, str], list[Beside]] = {}
     for entry in result.beside:
         beside.setdefault((entry.published.cell, entry.published.metric), []).append(entry)
@@ -380,26 +389,31 @@ def csv_text(result: Result) -> str:
                 "values": " ".join(f"{s}:{'' if v is None else v}" for s, v in sorted(summary.values.items())),
                 "unreached": " ".join(map(str, summary.unreached)),
             }  # fmt: skip
-            if difference := differences.get((cell.name, name)):
-                row |= {
-                    "baseline": difference.baseline,
-                    "difference": difference.value,
-                    "verdict": verdict_text(result, difference),
+            against: list[dict[str, Any]] = [
+                {
+                    "baseline": one.baseline,
+                    "difference": one.value,
+                    "verdict": verdict_text(result, one),
+                    "low": one.interval and one.interval.low,
+                    "high": one.interval and one.interval.high,
                 }
-                if difference.interval is not None:
-                    row |= {"low": difference.interval.low, "high": difference.interval.high}
+                for one in differences.get((cell.name, name), [])
+            ]
             # A quantity may be published twice, as itself and as a difference.
-            papers = [
+            papers: list[dict[str, Any]] = [
                 {
                     "paper": entry.published.value,
                     "paper_relative_to": entry.published.relative_to,
+                    "paper_ratio": entry.published.ratio,
                     "certainty": entry.published.certainty,
                     "paper_gap": entry.gap,
                     "paper_verdict": paper_verdict(entry),
                 }
                 for entry in beside.get((cell.name, name), [])
             ]
-            writer.writerows(row | paper for paper in papers or [{}])
+            first, *further = against or [{}]
+            writer.writerows(row | first | paper for paper in papers or [{}])
+            writer.writerows(row | one for one in further)
     return file.getvalue()
 
 
@@ -442,14 +456,15 @@ def plain(result: Result) -> dict[str, Any]:
         "published": [
             {
                 "cell": one.cell, "metric": one.metric, "value": one.value, "relative_to": one.relative_to,
-                "certainty": one.certainty, "note": one.note,
+                "ratio": one.ratio, "certainty": one.certainty, "note": one.note,
             }
             for one in table.published
         ],
         "beside": [
             {
                 "cell": one.published.cell, "metric": one.published.metric, "paper": one.published.value,
-                "relative_to": one.published.relative_to, "certainty": one.published.certainty, "ours": one.ours,
+                "relative_to": one.published.relative_to, "ratio": one.published.ratio,
+                "certainty": one.published.certainty, "ours": one.ours,
                 "gap": one.gap, "interval": _plain_interval(one.interval), "verdict": paper_verdict(one),
             }
             for one in result.beside
@@ -561,6 +576,7 @@ def _draw_curves(
         axis.fill_between(one.steps, one.low, one.high, color=colours[name], alpha=0.15, linewidth=0)
     axis.set_title(title, fontsize=9)
     axis.set_xlabel("training step", fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=8)
     axis.legend(frameon=False, fontsize=8, loc="best")
@@ -611,4 +627,5 @@ def _draw_metric(
     axis.grid(alpha=0.3, axis="x")
     axis.tick_params(axis="x", labelsize=8)
     axis.ticklabel_format(axis="x", useOffset=False, scilimits=(-3, 5))
+    axis.xaxis.get_offset_text().set_fontsize(8)
     axis.margins(x=0.12)

@@ -162,6 +162,7 @@ def run(
                 print(f"  - {one}", file=sys.stderr)
             return 1
     first, stopped = 0, False
+    failed: list[str] = []
     for number, job in enumerate(found, start=1):
         head = f"[{number}/{len(found)}] {table.name} ({scale.name} scale), {job.name}"
         if job.done:
@@ -174,9 +175,14 @@ def run(
         if code == INTERRUPTED:
             stopped = True
             break
+        if code:
+            failed.append(job.name)
+    if failed:
+        print(f"\nfailed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
     if collect and not stopped:
         from verl_ext.reproduce import collect as collecting
 
         print(flush=True)
-        return first or collecting.main(table, scale.name, out)
+        collected = collecting.main(table, scale.name, out)
+        return first or collected
     return first

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
-from verl_ext.demo.curve import read_lines
+from verl_ext.report.logs import read_lines
 from verl_ext.reproduce import plan
 from verl_ext.reproduce.tables import Cell, Scale, Table, scale_of
 
@@ -56,11 +56,6 @@ class RunFolder:
     problems: tuple[str, ...] = ()
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """Overrides that the user gave beside the table's."""
-        return tuple(self.record.get("extra", ()))
-
-    @property
     def versions(self) -> Mapping[str, str]:
         """Versions of the software at the start of the run."""
         return self.record.get("versions", {})
@@ -92,9 +87,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); remove the folder {folder} or give another --out") from error
+        raise RunError(f"{path} cannot be read ({error}); give another --out, or remove its folder") from error
     if not isinstance(record, dict):
-        raise RunError(f"{path} is not a JSON object; remove the folder {folder} or give another --out")
+        raise RunError(f"{path} is not a JSON object; give another --out, or remove its folder")
     return record
 
 

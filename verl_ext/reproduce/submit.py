@@ -202,8 +202,13 @@ def tasks_of(
     steps: int | None,
     out: Path,
     extra: Sequence[str],
+    check: bool = True,
 ) -> list[Task]:
     """The jobs of the runs that are not complete.
+
+    Args:
+        table, scale, cells, seeds, steps, out, extra: as in :func:`verl_ext.reproduce.run.run`.
+        check: have each job look first for what is missing where it runs.
 
     Raises:
         RunError: see :func:`verl_ext.reproduce.run.jobs`.
@@ -217,7 +222,7 @@ def tasks_of(
         words = [
             sys.executable, "-m", "verl_ext.cli", "reproduce", "run", table.name, "--scale", scale.name,
             "--cell", job.cell.name, "--seeds", str(job.seed), "--out", str(out), "--no-collect",
-            *([] if steps is None else ["--steps", str(steps)]), *extra,
+            *([] if check else ["--no-check"]), *([] if steps is None else ["--steps", str(steps)]), *extra,
         ]
         # fmt: on
         environment = {name: os.environ[name] for name in scale.needs.inputs if os.environ.get(name)}
@@ -244,8 +249,16 @@ def main(
     extra: Sequence[str] = (),
     wait: bool = True,
     at_once: int = 1,
+    collect: bool = True,
+    check: bool = True,
 ) -> int:
     """Submit cells and seeds of a table, wait for them and collect the table.
+
+    Args:
+        table, scale, cells, seeds, steps, out, extra, collect: as in :func:`verl_ext.reproduce.run.run`.
+        address: see :func:`client`.
+        wait, at_once: see :func:`submit`.
+        check: see :func:`tasks_of`.
 
     Returns:
         0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.
@@ -257,7 +270,7 @@ def main(
     out = out.absolute()
     steps = scale.steps if steps is None else steps
     server = client(address)
-    tasks = tasks_of(table, scale, cells, seeds, steps=steps, out=out, extra=extra)
+    tasks = tasks_of(table, scale, cells, seeds, steps=steps, out=out, extra=extra, check=check)
     if tasks:
         print(f"The cluster's nodes are taken to share {out} and {sys.executable} with this machine.", flush=True)
         if not wait and len(tasks) > 1:
@@ -277,6 +290,9 @@ def main(
     failed = [job_id for job_id, state in states.items() if state != "SUCCEEDED"]
     if failed:
         print(f"not complete: {', '.join(failed)}; the same command submits them again", file=sys.stderr)
-    from verl_ext.reproduce import collect
+    if not collect:
+        return 1 if failed else 0
+    from verl_ext.reproduce import collect as collecting
 
-    return 1 if failed else collect.main(table, scale.name, out)
+    collected = collecting.main(table, scale.name, out)
+    return 1 if failed else collected

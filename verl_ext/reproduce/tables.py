@@ -33,7 +33,7 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("mean", "keys", ""),
         ("best", "keys", "window"),
         ("spike", "keys", ""),
-        ("spikes", "keys", "factor window"),
+        ("spikes", "keys", "factor"),
         ("tokens", "", "tokens_key"),
         ("tokens_to", "keys threshold", "window tokens_key"),
         ("avg_at_k", "k", _DUMP),
@@ -163,6 +163,7 @@ class Scale:
         cells: by name, in the table's order.
         metrics: by name, in the table's order.
         baseline: cell that differences are taken to; None: no differences.
+        versus: cell to a further cell that its differences are taken to, where the claim speaks of the two.
         seeds: that the table is made of.
         steps: training steps; None: the overrides decide (epochs, for instance).
         task: of :mod:`verl_ext.demo.tasks` (laptop).
@@ -180,6 +181,7 @@ class Scale:
     cells: Mapping[str, Cell]
     metrics: Mapping[str, MetricSpec]
     baseline: str | None
+    versus: Mapping[str, str]
     seeds: tuple[int, ...]
     steps: int | None
     task: str | None
@@ -553,6 +555,7 @@ def _read_scale(node: _Node, name: str) -> Scale:
         cells=cells,
         metrics=metrics,
         baseline=node.choice("baseline", list(cells), None),
+        versus=_read_versus(node.node("versus", {}), list(cells)),
         seeds=tuple(seeds),
         steps=steps,
         task=task,
@@ -569,6 +572,16 @@ def _read_scale(node: _Node, name: str) -> Scale:
     if not scale.runnable:
         raise node.error("cells", "none of them can be run")
     return scale
+
+
+def _read_versus(node: _Node, cells: Sequence[str]) -> dict[str, str]:
+    versus = {str(name): node.choice(name, cells) for name in list(node.rest)}
+    for name, other in versus.items():
+        if name not in cells:
+            raise node.error(name, f"{name!r} is not known{suggestion(name, cells)}")
+        if name == other:
+            raise node.error(name, "is the cell itself")
+    return versus
 
 
 def _read_hardware(node: _Node) -> Hardware:
@@ -655,7 +668,7 @@ _OPTIONS: Mapping[str, Callable[[_Node, str], Any]] = {
     "tokens_key": _Node.text,
     "window": lambda node, key: node.count(key, least=1),
     "k": lambda node, key: node.count(key, least=1),
-    "factor": lambda node, key: node.number(key, least=0),
+    "factor": lambda node, key: node.number(key, least=1),
     "p": lambda node, key: node.number(key, least=0),
     "threshold": _Node.number,
 }

@@ -108,28 +108,33 @@ async def generate(
     prompt_ids: Sequence[int],
     sampling_params: Mapping[str, Any],
     priority: int = 0,
+    *,
+    client: Any = None,
+    limit: int | None = None,
 ) -> ModelCall:
     """Have the engine answer one prompt.
 
     Args:
-        loop: the agent loop, for its engine and ``rollout.response_length``.
+        loop: the agent loop.
         request_id: see :func:`request_name`.
         prompt_ids: tokens of the prompt.
         sampling_params: temperature and so on, passed to the engine unchanged.
         priority: scheduling priority of the request.
+        client: of the engine to ask; None: the loop's.
+        limit: tokens of the answer that are kept; None: ``rollout.response_length``.
 
     Returns:
         The call. ``response_ids`` is empty if the engine gave no token.
     """
     timing: dict[str, float] = {}
     with simple_timer("generate_sequences", timing):
-        output = await loop.server_manager.generate(
+        output = await (client or loop.server_manager).generate(
             request_id=request_id,
             prompt_ids=list(prompt_ids),
             sampling_params=dict(sampling_params),
             priority=priority,
         )
-    response_ids = list(output.token_ids[: int(loop.rollout_config.response_length)])
+    response_ids = list(output.token_ids[: limit or int(loop.rollout_config.response_length)])
     logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
     preempted = -1 if output.num_preempted is None else int(output.num_preempted)
     return ModelCall(

@@ -31,9 +31,8 @@ import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
@@ -111,7 +110,7 @@ class OrchestraLoop(AgentLoopBase):
             extra_info=dict(kwargs.get("extra_info") or {}),
         )
         self._sampling, self._priority = dict(sampling_params), int(priority)
-        self._request = f"det-{int(priority)}-{kwargs.get('session_id', 0)}" if self._deterministic else uuid4().hex
+        self._request = rows.request_name(self, self._priority, kwargs.get("session_id", 0))
         team = self._team = Team(self, self.retriever, self.settings.max_calls, self.settings.max_tool_rounds)
         result, failure, detail = await self._play(team, lineup, task)
         if team.fatal is not None:
@@ -168,37 +167,24 @@ class OrchestraLoop(AgentLoopBase):
         limit = min(self.response_length, agent.max_tokens or self.response_length)
         self._requests += 1
         request = f"{self._request}-{agent.name}" + (f"-{self._requests}" if self._deterministic else "")
-        timing: dict[str, float] = {}
+        sampling = {**self._sampling, "max_tokens": limit}
+        client = self.clients[agent.model]
         try:
-            with simple_timer("generate_sequences", timing):
-                output = await asyncio.wait_for(
-                    self.clients[agent.model].generate(
-                        request_id=request,
-                        prompt_ids=prompt_ids,
-                        sampling_params={**self._sampling, "max_tokens": limit},
-                        priority=self._priority,
-                    ),
-                    timeout=self.settings.call_timeout_s,
-                )
+            call = await asyncio.wait_for(
+                rows.generate(self, request, prompt_ids, sampling, self._priority, client=client, limit=limit),
+                timeout=self.settings.call_timeout_s,
+            )
         except asyncio.TimeoutError:
             raise OrchestraFailure(
                 core.ENGINE_TIMEOUT, f"no answer of agent {agent.name} within {self.settings.call_timeout_s} s"
             ) from None
-        ids = list(output.token_ids[:limit])
-        logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(ids)]]
-        preempted = -1 if output.num_preempted is None else int(output.num_preempted)
+        ids = call.response_ids
         return Completion(
             response_ids=ids,
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             truncated=len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id,
             prompt_tokens_cut=cut,
-            row=ModelCall(
-                prompt_ids=list(prompt_ids),
-                response_ids=ids,
-                response_logprobs=logprobs,
-                engine_fields=dict(output.extra_fields),
-                metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"], num_preempted=preempted),
-            ),
+            row=call,
         )
 
     async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:

@@ -59,7 +59,8 @@ def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(lab: Lab) -> None:
     for step in run.metrics.values():
         assert finite(step)
         assert step["otb/effective_samples"] >= 1
-        assert step["actor/kl_loss"] >= 0
+        # the estimate is not negative, but for the rounding of equal policies in float32 at the first step
+        assert step["actor/kl_loss"] >= -1e-6
         # in the set: no logarithm of a vanishing probability, but one token more or less in a set of few shifts all
         assert mismatch(step, "mismatch") < 2
     # pruned on its own set, the reference is the policy at first

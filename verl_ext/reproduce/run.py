@@ -153,9 +153,9 @@ def run(
     out = out.absolute()
     steps = scale.steps if steps is None else steps
     found = jobs(table, scale, cells, seeds, steps=steps, out=out, extra=extra)
-    todo = [job for job in found if not job.done]
-    if check and todo:
-        missing = needs.lacks(table, scale, [job.cell for job in todo], extra, sums=True)
+    waiting = [job for job in found if not job.done]
+    if check and waiting:
+        missing = needs.lacks(table, scale, [job.cell for job in waiting], extra, sums=True)
         if missing:
             print(f"{table.name} cannot be run at {scale.name} scale here:", file=sys.stderr)
             for one in missing:

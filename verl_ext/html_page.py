@@ -9,8 +9,45 @@ import html
 import json
 from typing import Any
 
+SHELL = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
 
-def policy(style: str, script: str) -> str:
+
+def page(*, title: str, style: str, body: str, data: Any, script: str) -> str:
+    """A page that asks the network for nothing.
+
+    Args:
+        title: text, escaped here.
+        style: the one style that the page may use.
+        body: HTML.
+        data: becomes JSON in the element with the id ``data``.
+        script: the one script that may run.
+    """
+    return SHELL.format(
+        policy=_policy(style, script),
+        title=html.escape(title),
+        style=style,
+        body=body,
+        data=embedded(data),
+        script=script,
+    )
+
+
+def _policy(style: str, script: str) -> str:
     """A content security policy, escaped for an attribute: this one style, this one script, and no request at all."""
     return html.escape(
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verl_ext.report.logs import read_lines
+
 #: Curves: key of the metrics file, title.
 CURVES = {
     "critic/score/mean": "reward a trajectory, training",
@@ -40,14 +42,10 @@ def cells(noise: float, rho: float) -> dict[str, tuple[list[str], list[str]]]:
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step; an unfinished last line is left out."""
+    """Metrics by step."""
     found: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found.setdefault(int(record["step"]), {}).update(record["data"])
+    for step, data in read_lines(path):
+        found.setdefault(step, {}).update(data)
     return found
 
 

@@ -4,10 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_ranks
 
 from verl_ext.integration import agent_gradients
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
@@ -144,27 +141,7 @@ def test_a_batch_without_the_column_is_refused() -> None:
 
 @pytest.mark.slow
 def test_norms_of_parts_that_fsdp_1_shards(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = Path(__file__).with_name("agent_gradients_process.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "out"), str(rank), "2", port],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            log, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0, log[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(Path(__file__).with_name("agent_gradients_process.py"), tmp_path / "out", world=2)
     for number in range(2):
         found = json.loads((tmp_path / f"out.{number}").read_text())
         assert found["elements"] == (8 * 16 + 16 + 16 + 1 + 1) // 2  # a half, rounded up, of each of the two units

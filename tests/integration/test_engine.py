@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import engine_process as cases
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_ranks
 
 from verl_ext.integration import dvp, engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
@@ -54,44 +53,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_ranks(model: Path, world: int) -> list[dict[str, Any]]:
+def engine_ranks(model: Path, world: int) -> list[dict[str, Any]]:
     """Run `engine_process.py` as `world` processes and load what each left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     out = model.parent / f"out{world}"
     environment = {
-        **os.environ,
         "VERL_PLATFORM": "cpu",
         "VERL_EXT_STRICT": "1",
         "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py"), str(model), str(out), str(rank), str(world), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank in ranks:
-            log, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0, log[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(HERE / "engine_process.py", model, out, world=world, environment=environment)
     return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
 
 
 @pytest.fixture(scope="session")
 def alone(model: Path) -> dict[str, Any]:
-    return run_ranks(model, 1)[0]
+    return engine_ranks(model, 1)[0]
 
 
 def responses(found: dict[str, Any], name: str) -> torch.Tensor:
@@ -221,7 +199,7 @@ def test_agents_parts_add_up_to_the_gradient(alone: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
-    both = run_ranks(model, 2)
+    both = engine_ranks(model, 2)
     norms = check_agents(alone["agents"])
     for rank in both:
         for case, own in check_agents(rank["agents"]).items():

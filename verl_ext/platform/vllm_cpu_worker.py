@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_ext.logs import Once
+from verl_ext.log_filter import Once
 
 
 def keep_weights() -> None:

@@ -12,7 +12,7 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
-from verl_ext.html_page import embedded, policy
+from verl_ext.html_page import page
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --text: #333; --error: #c0262d; --back: #fff; }
@@ -62,17 +62,7 @@ th, td { text-align: left; padding: .15rem .8rem .15rem 0; border-bottom: 1px so
 .problems { color: var(--error); white-space: pre-line; overflow-wrap: anywhere; }
 """
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
+BODY = """<header>
 <div class="row">
 <h1>{title}</h1>
 <label>x <select id="x"></select></label>
@@ -98,12 +88,7 @@ PAGE = """<!doctype html>
 <details id="runs"><summary></summary><table><thead><tr><th></th><th>run</th><th>group</th><th>steps</th><th>read
 from</th><th>problems</th></tr></thead><tbody></tbody></table></details>
 <p class="note" id="about"></p>
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+</main>"""
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -114,10 +99,6 @@ def render(data: Mapping[str, Any]) -> str:
     """
     from verl_ext.report.script import SCRIPT
 
-    return PAGE.format(
-        policy=policy(STYLE, SCRIPT),
-        title=html.escape(data["title"]),
-        style=STYLE,
-        data=embedded(data),
-        script=SCRIPT,
+    return page(
+        title=data["title"], style=STYLE, body=BODY.format(title=html.escape(data["title"])), data=data, script=SCRIPT
     )

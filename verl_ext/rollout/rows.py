@@ -20,7 +20,7 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
-from verl_ext.logs import Once
+from verl_ext.log_filter import Once
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
 logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(Once())

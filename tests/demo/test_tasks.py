@@ -225,6 +225,7 @@ def test_bands_over_seeds() -> None:
     assert compare.spike(norms, {1: 3.0, 2: 2.0, 3: 14.0}) == 7.0
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_what_is_missing_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

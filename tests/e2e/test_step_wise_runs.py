@@ -80,6 +80,7 @@ def brute_force_hgpo(rows: list[dict[str, Any]], k_max: int, gamma: float, penal
     return advantages
 
 
+@pytest.mark.quick
 def test_hgpo_on_frozen_lake(lab: Lab) -> None:
     data = prompts(lab, 4)
     run = lab.run(

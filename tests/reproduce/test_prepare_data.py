@@ -330,6 +330,7 @@ def test_every_source_is_used_and_told() -> None:
         find_source("nq.plain")
 
 
+@pytest.mark.slow
 def test_the_command_prepares_what_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,6 +226,7 @@ def reproduce(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[i
     return code, said.out, said.err
 
 
+@pytest.mark.slow
 def test_complete_runs_are_skipped_and_the_table_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in LAPTOP.runnable:
         finish(tmp_path, LAPTOP.cells[name])

@@ -58,6 +58,7 @@ def test_tables_are_no_recipes() -> None:
         compose(["trloo", "otb/samples"])
 
 
+@pytest.mark.slow
 def test_verls_trainer_refuses_a_table_as_recipe() -> None:
     """Hydra itself would merge the table into the configuration, and the run would train without a recipe."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=[grpo,otb/samples]"]

@@ -505,6 +505,7 @@ def ray_cluster():
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_replica_rollout_and_client_through_ray(ray_cluster, model, model_path, monkeypatch):
     """Launch, synchronise, generate, abort, sleep and wake as verl's manager, worker and client do it."""
     ray = ray_cluster

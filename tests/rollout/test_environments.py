@@ -391,6 +391,7 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "textworld"
 
 
+@pytest.mark.slow
 def test_textworld_makes_a_game_a_seed_that_can_be_won(games: Path) -> None:
     made = load("textworld")(rooms=1, objects=3, quest_length=1)
     first = reset_result(made.reset(1))
@@ -413,6 +414,7 @@ def try_command(made: Any, command: str) -> Step:
     return step_result(made.step(command))
 
 
+@pytest.mark.slow
 def test_textworld_in_processes_plays_one_game(games: Path) -> None:
     async def together() -> list[list[Any]]:
         made = [session("textworld", reset_s=60.0, rooms=1, objects=3, quest_length=1) for _ in range(3)]

@@ -444,6 +444,7 @@ def test_numbers_are_plain(tokenizer: Any) -> None:
     assert all(type(value) is bool for value in fields(rows, "is_action_valid"))
 
 
+@pytest.mark.slow
 def test_it_plays_textworld(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_EXT_HOME", str(tmp_path))
     game = {

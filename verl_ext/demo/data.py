@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.demo.assets import AGENT_LOOP
-from verl_ext.rollout.reasoning_gym_task import load_dataset
+from verl_ext.rewards.caged import load_dataset
 
 #: One question in so many is kept for validation.
 HELD_OUT = 8

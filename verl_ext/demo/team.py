@@ -12,7 +12,6 @@ The agents have no role prompt: each knows its part from what it is shown, in th
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,13 @@ async def second_try(task: Task, solver: BoundAgent, reviser: BoundAgent, *, lat
     """
     problem = ReasoningGymTask.from_extra_info(task.extra_info)
     first = await solver(task.messages)
-    verdict = await asyncio.to_thread(problem.judge, first.text)
+    verdict = await problem.judge_async(first.text)
     first.valid = verdict.parsed is not None
     if verdict.solved:
         return Outcome(1.0, first.text, {"solved_first": 1.0, "solved_late": 0.0})
     said = [{"role": "assistant", "content": first.text}, {"role": "user", "content": verdict.feedback}]
     second = await reviser([*task.messages, *said])
-    verdict = await asyncio.to_thread(problem.judge, second.text)
+    verdict = await problem.judge_async(second.text)
     second.valid = verdict.parsed is not None
     late = float(verdict.solved)
     return Outcome(late_reward * late, second.text, {"solved_first": 0.0, "solved_late": late})

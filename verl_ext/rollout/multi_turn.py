@@ -12,7 +12,6 @@ comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
+from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout import rows
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 
@@ -40,7 +40,6 @@ STOP_MAX_TURNS = "max_turns"
 STOP_OVERLONG = "overlong_prompt"
 STOP_EMPTY = "empty_response"
 STOP_VERIFIER_ERROR = "verifier_error"
-STOP_VERIFIER_TIMEOUT = "verifier_timeout"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class MultiTurnOptions:
             ``score``: the verifier's score of the turn. Right answers count 1, and an answer with partial credit earns
             it each time it is given, so the sum can exceed 1.
         success_threshold: verifier score in (0, 1] from which an answer is right.
-        verifier_timeout_s: seconds after which a verifier call counts as failed.
+        verifier_timeout_s: seconds of processor time for a verdict; an answer that takes longer is wrong.
         agent_id: the row field ``agent_id``.
     """
 
@@ -136,12 +135,13 @@ class MultiTurnVerifierLoop(AgentLoopBase):
     ``reward_score`` of every row is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
     rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
-    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``verifier_error``.
+    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``verifier_error``, and ``judge_<reason>``:
+    answers that are wrong because they kept their judgement from an end (`verl_ext.rewards.judge`).
 
     Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
     ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
     ends the trajectory with what it has, ``stop_reason="overlong_prompt"``.
-    A verifier that raises, or takes too long, ends its own trajectory: that turn earns 0 and the error is recorded.
+    A verifier that is broken, whatever the answer, ends its trajectory: that turn earns 0 and the error is recorded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,12 +199,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             timing: dict[str, float] = {}
             try:
                 with simple_timer("compute_score", timing):
-                    turn.verdict = await asyncio.wait_for(
-                        self.loop.run_in_executor(None, task.judge, text), timeout=self.options.verifier_timeout_s
-                    )
-            except asyncio.TimeoutError:
-                stop_reason = STOP_VERIFIER_TIMEOUT
-                stop_detail = f"no verdict within {self.options.verifier_timeout_s} s on answer {text!r}"
+                    turn.verdict = await task.judge_async(text, timeout_s=self.options.verifier_timeout_s)
             except Exception as e:
                 stop_reason, stop_detail = STOP_VERIFIER_ERROR, f"{type(e).__name__}: {e}"
             call.metrics.compute_score = timing.get("compute_score", 0.0)
@@ -254,6 +249,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         rewards = turn_rewards(verdicts, self.options.turn_reward)
         solved = [verdict is not None and verdict.solved for verdict in verdicts]
         valid = [verdict is not None and verdict.parsed is not None for verdict in verdicts]
+        unjudged = [verdict.reason for verdict in verdicts if verdict is not None]
         outcome = rewards[-1] if self.options.turn_reward == "score" else sum(rewards)
         info = {
             "acc": float(solved[-1]),
@@ -261,7 +257,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             "turns": float(len(turns)),
             "valid_share": sum(valid) / len(valid),
             "overlong": float(stop_reason == STOP_OVERLONG),
-            "verifier_error": float(stop_reason in (STOP_VERIFIER_ERROR, STOP_VERIFIER_TIMEOUT)),
+            "verifier_error": float(stop_reason == STOP_VERIFIER_ERROR),
+            **{f"judge_{reason}": float(unjudged.count(reason)) for reason in REASONS},
         }
         has_logprobs = all(turn.call.response_logprobs is not None for turn in turns)
         outputs = []

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of the PyPI package ``reasoning-gym`` as multi-turn problems: parse an answer, score it, say what was wrong.
 
-The score is always the one of the task's own verifier (``dataset.score_answer``). What is added here is the parsing of
+The score is always the one of the task's own verifier (``dataset.score_answer``), which runs in the sandbox: some of
+them evaluate the answer (see :mod:`verl_ext.rewards.caged`). What is added here is the parsing of
 a model's text and one line of feedback that a model can act on. A dataset row carries everything needed (the dataset's
 name, its configuration and the generated entry, as JSON), so nothing is generated again while training.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from verl_ext.rewards.judge import Judgement, judge, judge_async
+
+_CAGED = "verl_ext.rewards.caged"
 
 TOO_LOW = "Too low."
 TOO_HIGH = "Too high."
@@ -69,37 +72,14 @@ class Verdict:
         solved: ``score >= success_threshold`` of the task.
         parsed: the answer as read from the text; None if it could not be read.
         feedback: one line for the model's next turn.
+        reason: why a parsed answer is wrong without a verdict, one of `verl_ext.rewards.judge.REASONS`; else empty.
     """
 
     score: float
     solved: bool
     parsed: str | None
     feedback: str
-
-
-@functools.lru_cache(maxsize=32)
-def load_dataset(name: str, config_json: str) -> Any:
-    """Build a reasoning-gym dataset, once per name and configuration in a process.
-
-    Args:
-        name: the dataset's registered name, e.g. ``chain_sum``.
-        config_json: its configuration as a JSON object.
-
-    Raises:
-        ImportError: reasoning-gym is not installed.
-        ValueError: unknown dataset or configuration key.
-    """
-    try:
-        # One of its dependencies has invalid comparisons in its source, reported each time it is compiled.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            import reasoning_gym
-    except ImportError as e:
-        raise ImportError("the task needs the package reasoning-gym: pip install 'reasoning-gym==0.1.25'") from e
-    try:
-        return reasoning_gym.create_dataset(name, **json.loads(config_json))
-    except (TypeError, AssertionError, ValueError) as e:
-        raise ValueError(f"reasoning-gym dataset {name!r} can't be built with {config_json}: {e}") from e
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,31 +138,53 @@ class ReasoningGymTask:
         """The question's text."""
         return str(self.entry["question"])
 
-    def judge(self, text: str) -> Verdict:
-        """Score a model's text with the dataset's verifier.
+    def judge(self, text: str, *, timeout_s: float = 30.0) -> Verdict:
+        """Score a model's text with the dataset's verifier, in the sandbox; blocks this thread.
 
         Args:
             text: the decoded response, without special tokens.
+            timeout_s: seconds of processor time; an answer that takes longer is wrong.
 
         Returns:
             The verdict. A text that can't be parsed scores 0 and is not shown to the verifier.
 
         Raises:
             ValueError: the verifier returned something that is not a finite number in [0, 1].
-            Exception: whatever the verifier raises.
+            JudgeError: the verifier is broken: it fails on the reference answer too, or can't be run.
         """
-        truth = _as_number(str(self.entry["answer"]))
-        parsed = PARSERS[self.parser](text, truth is not None)
+        parsed, verdict = self._parse(text)
+        return verdict or self._verdict(parsed, judge(*self._questions(parsed), **self._how(timeout_s)))
+
+    async def judge_async(self, text: str, *, timeout_s: float = 30.0) -> Verdict:
+        """:meth:`judge` that leaves the event loop to others."""
+        parsed, verdict = self._parse(text)
+        return verdict or self._verdict(parsed, await judge_async(*self._questions(parsed), **self._how(timeout_s)))
+
+    def _parse(self, text: str) -> tuple[str, Verdict | None]:
+        numeric = _as_number(str(self.entry["answer"])) is not None
+        parsed = PARSERS[self.parser](text, numeric)
         if parsed is None:
-            return Verdict(0.0, False, None, NOT_A_NUMBER if truth is not None and text.strip() else EMPTY)
-        score = float(load_dataset(self.dataset, self.config_json).score_answer(parsed, self.entry))
-        if not 0.0 <= score <= 1.0:  # also false for NaN
+            return "", Verdict(0.0, False, None, NOT_A_NUMBER if numeric and text.strip() else EMPTY)
+        return parsed, None
+
+    def _questions(self, parsed: str) -> tuple[str, list[Any], list[Any]]:
+        of = [self.dataset, self.config_json]
+        return f"{_CAGED}:reasoning_gym", [*of, parsed, self.entry], [*of, str(self.entry["answer"]), self.entry]
+
+    def _how(self, timeout_s: float) -> dict[str, Any]:
+        return {"timeout_s": timeout_s, "warm": (f"{_CAGED}:load_dataset", self.dataset, self.config_json)}
+
+    def _verdict(self, parsed: str, given: Judgement) -> Verdict:
+        if given.reason:
+            return Verdict(0.0, False, parsed, WRONG, given.reason)
+        score = given.value
+        if not isinstance(score, int | float) or not 0.0 <= score <= 1.0:  # also false for NaN
             raise ValueError(
-                f"the verifier of {self.dataset} scored {parsed!r} as {score}; expected a number in [0, 1]"
+                f"the verifier of {self.dataset} scored {parsed!r} as {score!r:.80}; expected a number in [0, 1]"
             )
         if score >= self.success_threshold:
             return Verdict(score, True, parsed, RIGHT)
-        value = _as_number(parsed)
+        truth, value = _as_number(str(self.entry["answer"])), _as_number(parsed)
         if truth is None or value is None or value == truth:
             return Verdict(score, False, parsed, WRONG)
         return Verdict(score, False, parsed, TOO_LOW if value < truth else TOO_HIGH)

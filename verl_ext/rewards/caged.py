@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in the sandbox: the verifiers of math-verify and reasoning-gym, each call in a process of its own.
+
+Some of them evaluate the answer (``eval``; sympy's ``parse_expr`` is an ``eval`` as well). The sandbox keeps that from
+the machine, but the verdict is made in the same process, so code in an answer could still write its own verdict. Here
+it does not get to run: `only_expressions` lets through what answers are made of, numbers, lists and expressions with
+sympy's own functions, and nothing that Python needs for more.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+_PLAIN = (
+    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load),
+    *(ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
+    *(ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop),
+)
+_TEXT = re.compile(r"[\w .,+\-]*")
+
+
+def check_expression(source: str, names: Callable[[str], bool] | None = None) -> None:
+    """Raise unless a text is data: constants, lists and operators, and with `names` also names and calls of them.
+
+    Args:
+        source: of one Python expression.
+        names: which names may be used. None: none, and no calls.
+
+    Raises:
+        SyntaxError: it is no expression.
+        ValueError: it holds something else: an attribute, an index, a function of its own, a comprehension, a text
+            that could be code, a name that is not allowed.
+    """
+    for node in ast.walk(ast.parse(source.strip(), mode="eval")):
+        if isinstance(node, _PLAIN):
+            if names and isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+                # sympy evaluates texts once more, and prints the names of symbols into code of its own.
+                if not isinstance(node.value, str) or "__" in node.value or not _TEXT.fullmatch(node.value):
+                    raise ValueError(f"a text in the answer could be code: {node.value!r:.80}")
+            continue
+        if names and isinstance(node, ast.Name) and names(node.id):
+            continue
+        if names and isinstance(node, ast.keyword):
+            continue
+        if names and isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            continue
+        raise ValueError(f"the answer is more than data: {type(node).__name__} in {source!r:.80}")
+
+
+@functools.cache
+def _sympy_name(name: str) -> bool:
+    """Whether a name is a number, a function or a class of sympy's mathematics (not of its tools, which run code)."""
+    import sympy
+
+    if name in ("sqrt", "cbrt", "root", "real_root", "binomial", "max", "min", "abs", "True", "False", "None"):
+        return True
+    value = getattr(sympy, name, None)
+    return isinstance(value, sympy.Basic) or (isinstance(value, type) and issubclass(value, sympy.Basic))
+
+
+def _plain_eval(source: Any, *_: Any) -> Any:
+    """``eval`` for the modules of the verifiers: data, without any name."""
+    check_expression(source)
+    return builtins.eval(source, {"__builtins__": {}})
+
+
+def only_expressions(*modules: str) -> None:
+    """From here on this process evaluates expressions only, in sympy's parser and in `modules`.
+
+    It cannot be undone: for a process that ends with its call. sympy 1.13 and 1.14: ``parse_expr`` evaluates what
+    ``stringify_expr`` returns (sympy/parsing/sympy_parser.py), in this module's namespace.
+
+    Args:
+        modules: names of imported modules whose ``eval`` becomes one of plain data.
+
+    Raises:
+        RuntimeError: sympy's parser has no such function any more.
+    """
+    from sympy.parsing import sympy_parser
+
+    original = getattr(sympy_parser, "stringify_expr", None)
+    if original is None or "stringify_expr" not in sympy_parser.parse_expr.__code__.co_names:
+        raise RuntimeError("sympy.parsing.sympy_parser.parse_expr no longer goes through stringify_expr")
+
+    def stringify_expr(text: str, local: dict[str, Any], known: dict[str, Any], transformations: Any) -> str:
+        code = original(text, local, known, transformations)
+        check_expression(code, lambda name: name in local or _sympy_name(name))
+        return code
+
+    sympy_parser.stringify_expr = stringify_expr
+    for name in modules:
+        vars(sys.modules[name])["eval"] = _plain_eval
+
+
+def math(answer: str, accepted: list[str]) -> dict[str, Any]:
+    """Whether math-verify finds an answer in a text that equals one of the accepted ones.
+
+    Args:
+        answer: a text; math-verify finds the answer in it (``\\boxed{}`` first).
+        accepted: reference expressions.
+
+    Returns:
+        ``right`` and ``parsed``, bool.
+    """
+    from math_verify import parse, verify
+
+    only_expressions()
+    # Its own time limits are signals, and end no sympy in one large power; the sandbox keeps the time here.
+    found = parse(answer, parsing_timeout=None)
+    references = [parse(_boxed(one), parsing_timeout=None) for one in accepted]
+    right = bool(found) and any(verify(one, found, timeout_seconds=None) for one in references)
+    return {"right": right, "parsed": bool(found)}
+
+
+def _boxed(text: str) -> str:
+    """A bare expression as math-verify reads it best."""
+    return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+
+
+def load_math() -> None:
+    """Import what `math` needs, once for all calls.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the reward function needs math-verify: pip install 'verl-ext[math]'") from error
+
+
+@functools.lru_cache(maxsize=64)
+def load_dataset(name: str, config_json: str) -> Any:
+    """Build a reasoning-gym dataset, once per name and configuration in a process.
+
+    Args:
+        name: the dataset's registered name, e.g. ``chain_sum``.
+        config_json: its configuration as a JSON object.
+
+    Raises:
+        ImportError: reasoning-gym is not installed.
+        ValueError: unknown dataset or configuration key.
+    """
+    try:
+        # One of its dependencies has invalid comparisons in its source, reported each time it is compiled.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+    except ImportError as e:
+        raise ImportError("the task needs the package reasoning-gym: pip install 'reasoning-gym==0.1.25'") from e
+    try:
+        return reasoning_gym.create_dataset(name, **json.loads(config_json))
+    except (TypeError, AssertionError, ValueError) as e:
+        raise ValueError(f"reasoning-gym dataset {name!r} can't be built with {config_json}: {e}") from e
+
+
+def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any]) -> float:
+    """The score that a reasoning-gym dataset's own verifier gives to an answer.
+
+    Args:
+        name, config_json: see `load_dataset`.
+        answer: of the model.
+        entry: as generated: ``question``, ``answer``, ``metadata``.
+    """
+    dataset = load_dataset(name, config_json)
+    only_expressions(*(cls.__module__ for cls in type(dataset).__mro__ if cls.__module__.startswith("reasoning_gym.")))
+    return float(dataset.score_answer(answer, entry))

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one room for everything untrusted: calls that may run what a model wrote, each in a caged process of its own.
+
+``await Sandbox().call("module:function", *arguments, timeout_s=5)`` gives the function's value or raises
+`SandboxError` with a reason. Only JSON crosses the border. Imports nothing else of this package.
+"""
+
+from verl_ext.sandbox.cage import LEVELS, CageError, Limits
+from verl_ext.sandbox.pool import CAGE_VARIABLE, CONFIG_KEY, Sandbox, SandboxError, check, machine, shared
+
+__all__ = [
+    "CAGE_VARIABLE",
+    "CONFIG_KEY",
+    "LEVELS",
+    "CageError",
+    "Limits",
+    "Sandbox",
+    "SandboxError",
+    "check",
+    "machine",
+    "shared",
+]

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cage: what a process gives up before it runs anything that a model had a say in. Linux, standard library only.
+
+Layers, from the inside out. The first needs nothing, the next two no privilege and no package:
+
+* **rlimits**: processor seconds, address space, no files written, few descriptors, no processes, no core; a session of
+  its own, death with the parent, closed descriptors, no capabilities.
+* **seccomp**: a list of about 80 system calls that are allowed, all others fail with EPERM: no sockets, processes,
+  threads, programs, signals, tracing, mounts, io_uring, shared memory, nothing that removes or renames.
+* **Landlock** (Linux 5.13): of the file system only libraries can be read, nothing written; no other process touched.
+* **bubblewrap** and **cgroups**, around all of them: see :mod:`verl_ext.sandbox.shell`.
+
+A process that has entered proves it to itself (:meth:`Cage.enter`): what should fail is tried, and if it works the
+process ends without having run anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LEVELS = ("auto", "required", "rlimits")
+"""``required``: rlimits, seccomp and Landlock. ``auto``: also bubblewrap and cgroups where the machine has them.
+``rlimits``: nothing but them, for models that are trusted, in a container of their own."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+class CageError(RuntimeError):
+    """A layer that was asked for is not there or did not close; the message names it and the way out."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What calls may use.
+
+    Attributes:
+        workers: calls that run at a time; further ones wait, and their clocks with them. 0: twice the processors,
+            at least 8. A slow call holds one place only.
+        memory_mb: MiB of address space that one call may add.
+        input_kb, output_kb: KiB of arguments and of a value, as JSON.
+        patience: a call's limit is in seconds of processor time, so that a busy machine fails nobody. On the clock it
+            may take so many times longer.
+    """
+
+    workers: int = 0
+    memory_mb: int = 2048
+    input_kb: int = 4096
+    output_kb: int = 256
+    patience: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or min(self.memory_mb, self.input_kb, self.output_kb) < 1 or not self.patience >= 1:
+            raise ValueError(f"{self}: workers must be at least 0, the sizes at least 1 and patience at least 1")
+
+
+# --- seccomp ------------------------------------------------------------------------------------------------------
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# Allowed calls with their numbers on x86_64 and aarch64 ("-": not there), from Linux's unistd_64.h and unistd.h.
+_CALLS = """
+read=0/63 write=1/64 readv=19/65 writev=20/66 pread64=17/67 pwrite64=18/68 lseek=8/62 close=3/57 close_range=436/436
+dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
+open=2/- openat=257/56 stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
+faccessat2=439/439 readlink=89/- readlinkat=267/78 getcwd=79/17 getdents=78/- getdents64=217/61 fadvise64=221/223
+mmap=9/222 mprotect=10/226 munmap=11/215 mremap=25/216 madvise=28/233 mincore=27/232 msync=26/227 brk=12/214
+rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 sigaltstack=131/132
+getitimer=36/102 setitimer=38/103 alarm=37/-
+poll=7/- ppoll=271/73 select=23/- pselect6=270/72 sched_yield=24/124 nanosleep=35/101 clock_nanosleep=230/115
+restart_syscall=219/128 clock_gettime=228/113 clock_getres=229/114 gettimeofday=96/169 time=201/- times=100/153
+getrusage=98/165 getrlimit=97/163 sysinfo=99/179 uname=63/160 getcpu=309/168 getrandom=318/278
+getpid=39/172 getppid=110/173 gettid=186/178 getuid=102/174 geteuid=107/175 getgid=104/176 getegid=108/177
+getgroups=115/158 getresuid=118/148 getresgid=120/150 sched_getaffinity=204/123 get_mempolicy=239/236
+membarrier=324/283 futex=202/98 set_robust_list=273/99 get_robust_list=274/100 set_tid_address=218/96 rseq=334/293
+arch_prctl=158/- exit=60/93 exit_group=231/94 umask=95/166
+"""
+_FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+_PRLIMIT = (302, 261)
+
+# Opcodes of classic BPF: load a word of the call's description, compare, return.
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
+_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+
+
+def allowed_calls(machine: str) -> dict[str, int]:
+    """Names and numbers of the system calls that are allowed whatever their arguments.
+
+    Args:
+        machine: ``x86_64`` or ``aarch64``.
+    """
+    column = list(_AUDIT_ARCH).index(machine)
+    calls = {}
+    for entry in _CALLS.split():
+        name, _, numbers = entry.partition("=")
+        number = numbers.split("/")[column]
+        if number != "-":
+            calls[name] = int(number)
+    return calls
+
+
+def seccomp_program(machine: str) -> bytes:
+    """The filter as BPF instructions, 8 bytes each.
+
+    Args:
+        machine: ``x86_64`` or ``aarch64``.
+    """
+
+    def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, if_true, if_false, value)
+
+    column = list(_AUDIT_ARCH).index(machine)
+    # A description begins: number (4 bytes), architecture (4), instruction pointer (8), six arguments (8 each).
+    program = [
+        instruction(_LOAD, 4),
+        instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
+        instruction(_RETURN, _KILL),  # 32-bit calls have other numbers
+        instruction(_LOAD, 0),
+    ]
+    for number in sorted(allowed_calls(machine).values()):
+        program += [instruction(_EQUAL, number, 0, 1), instruction(_RETURN, _ALLOW)]
+    commands = [instruction(_LOAD, 16 + 8)]
+    for command in _FCNTL_COMMANDS:
+        commands += [instruction(_EQUAL, command, 0, 1), instruction(_RETURN, _ALLOW)]
+    commands.append(instruction(_RETURN, _DENY))
+    program += [instruction(_EQUAL, _FCNTL[column], 0, len(commands)), *commands]
+    read_only = [  # prlimit with no new limit: both halves of the pointer are 0
+        instruction(_LOAD, 16 + 2 * 8),
+        instruction(_EQUAL, 0, 0, 3),
+        instruction(_LOAD, 16 + 2 * 8 + 4),
+        instruction(_EQUAL, 0, 0, 1),
+        instruction(_RETURN, _ALLOW),
+        instruction(_RETURN, _DENY),
+    ]
+    program += [instruction(_EQUAL, _PRLIMIT[column], 0, len(read_only)), *read_only]
+    return b"".join([*program, instruction(_RETURN, _DENY)])
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+
+
+def _prctl(option: int, value: int, more: object = None) -> int:
+    """0, or the error's number."""
+    return ctypes.get_errno() if _libc.prctl(option, value, more, 0, 0) else 0
+
+
+def has_seccomp() -> bool:
+    """Whether this kernel takes filters, on a machine whose call numbers are known here."""
+    # A filter at address 0 is refused by a kernel that has filters, and unknown to one that has not.
+    return platform.machine() in _AUDIT_ARCH and _prctl(_PR_SET_SECCOMP, 2) in (errno.EFAULT, errno.EACCES)
+
+
+# --- Landlock -----------------------------------------------------------------------------------------------------
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all architectures
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""How many rights on files a version knows, from 5 on 16. All are taken away; those not named are given to nobody."""
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = [("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+
+
+class _Rule(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("access", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+
+def landlock_version() -> int:
+    """Version of the kernel's Landlock; 0 without it."""
+    return max(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)), 0)
+
+
+def landlock_rules(readable: Iterable[str]) -> int:
+    """A descriptor of rules: `readable` files and folders can be read, nothing else, and nothing written or run.
+
+    Raises:
+        CageError: the kernel has no Landlock, or refused a rule.
+    """
+    version = landlock_version()
+    if version < 1:
+        raise CageError("this kernel has no Landlock (Linux 5.13 and `landlock` among its security modules)")
+    rules = _Ruleset((1 << _FILE_RIGHTS.get(version, 16)) - 1, 3, 3)  # TCP; abstract sockets and signals
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = _libc.syscall(_LANDLOCK_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    if ruleset < 0:
+        raise CageError(f"landlock_create_ruleset: {os.strerror(ctypes.get_errno())}")
+    for path in readable:
+        try:
+            parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # a library folder that this machine has not
+            continue
+        rule = _Rule(_READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE, parent)
+        failed = _libc.syscall(_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), ctypes.c_uint32(0))
+        os.close(parent)
+        if failed:
+            raise CageError(f"landlock_add_rule {path}: {os.strerror(ctypes.get_errno())}")
+    return ruleset
+
+
+def library_paths() -> list[str]:
+    """What a Python process may need to read after its start: the libraries of the system and of this Python."""
+    paths = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+    paths += ["/dev/null", "/dev/zero", "/dev/urandom", os.path.join(sys.base_prefix, "lib")]
+    paths += [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if path))
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities of this process, root's included.
+
+    Raises:
+        CageError: the kernel refused.
+    """
+    header = _CapHeader(0x20080522, 0)
+    if _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()):
+        raise CageError(f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants' orphans, so that none of them can leave."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Cage:
+    """The cage of calls, prepared once by the process that forks them.
+
+    Args:
+        level: one of `LEVELS`.
+        limits: of a call.
+
+    Raises:
+        CageError: Landlock or seccomp is missing and `level` asks for it.
+    """
+
+    def __init__(self, level: str, limits: Limits) -> None:
+        self.level, self.limits = level, limits
+        self._rules: int | None = None
+        if level == "rlimits":
+            return
+        if not has_seccomp():
+            raise CageError(f"this machine ({platform.machine()}, Linux {platform.release()}) has no seccomp filter")
+        self._rules = landlock_rules(library_paths())
+        self._instructions = ctypes.create_string_buffer(seccomp_program(platform.machine()))
+        address = ctypes.cast(self._instructions, ctypes.c_void_p)
+        self._program = _Program((len(self._instructions) - 1) // 8, address)
+
+    def enter(self, result: int, cpu_s: float) -> None:
+        """Shut this process in, for ever. It must have been forked for one call, and have one thread.
+
+        Args:
+            result: the descriptor that stays open, beside those of the null device at 0, 1 and 2.
+            cpu_s: seconds of processor time, rounded up, one more added: the forking process ends it in time.
+
+        Raises:
+            CageError: a layer did not close. Nothing may be run.
+        """
+        os.setsid()
+        die_with_parent()
+        first = 3
+        for kept in sorted({result, result if self._rules is None else self._rules}):
+            os.closerange(first, kept)
+            first = kept + 1
+        os.closerange(first, 1 << 20)
+        seconds = math.ceil(cpu_s) + 1
+        with open("/proc/self/statm", "rb") as file:
+            pages = int(file.read().split()[0])
+        memory = pages * os.sysconf("SC_PAGESIZE") + (self.limits.memory_mb << 20)
+        for kind, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_NOFILE, 64),
+            (resource.RLIMIT_NPROC, 0),
+            (resource.RLIMIT_AS, memory),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+        drop_capabilities()
+        if failed := _prctl(_PR_SET_NO_NEW_PRIVS, 1):
+            raise CageError(f"no_new_privs: {os.strerror(failed)}")
+        if self._rules is None:
+            return
+        if _libc.syscall(_LANDLOCK_RESTRICT, self._rules, ctypes.c_uint32(0)):
+            raise CageError(f"landlock_restrict_self: {os.strerror(ctypes.get_errno())}")
+        os.close(self._rules)
+        if failed := _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(self._program)):
+            raise CageError(f"seccomp: {os.strerror(failed)}")
+        self._prove()
+
+    @staticmethod
+    def _prove() -> None:
+        try:
+            os.close(os.open("/", os.O_RDONLY))
+        except PermissionError:
+            pass
+        else:
+            raise CageError("Landlock is in force and the root folder can be read all the same")
+        if _libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
+            raise CageError("the seccomp filter is in force and a socket can be made all the same")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer layers, around the process that forks the calls: bubblewrap and a cgroup, where the machine has them.
+
+Neither is needed: many containers allow neither (user namespaces are refused by Docker's default profile and by
+Ubuntu 24.04's AppArmor, bubblewrap issue 505). They are a second wall, not the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+_NAME = "verl_ext_sandbox_"
+
+
+@functools.cache
+def bubblewrap() -> list[str]:
+    """The beginning of a command in its own namespaces (no network, own processes); empty where that fails."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return []
+    # Bubblewrap leaves a read-only view of everything: what can be read is Landlock's part.
+    command = [program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--chdir", "/"]
+    try:
+        tried = subprocess.run([*command, sys.executable, "-S", "-c", ""], capture_output=True, timeout=30, env={})
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return command if tried.returncode == 0 else []
+
+
+def _places() -> list[Path]:
+    """Folders of this process's cgroup, one a hierarchy that limits memory or the number of processes."""
+    places: dict[str, Path] = {}
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        for _, folder, kind, options, *_ in mounts:
+            found = Path(folder) / path.lstrip("/")
+            if kind == "cgroup2" and not controllers and (found / "memory.max").exists():
+                places["memory"] = places["pids"] = found
+            for name in {"memory", "pids"} & set(controllers.split(",")):
+                if kind == "cgroup" and name in options.split(",") and found.is_dir():
+                    places[name] = found
+    return list(dict.fromkeys(places.values()))
+
+
+class Cgroup:
+    """A cgroup of one zygote and its workers.
+
+    Args:
+        memory: bytes of all together.
+        processes: of all together.
+
+    Attributes:
+        folders: what was made, one a hierarchy; empty where this user may not, or the controllers are not delegated.
+    """
+
+    def __init__(self, memory: int, processes: int) -> None:
+        self.folders: list[Path] = []
+        limits = {"memory.max": memory, "memory.limit_in_bytes": memory, "pids.max": processes}
+        for place in _places():
+            folder = place / f"{_NAME}{uuid.uuid4().hex[:12]}"
+            try:
+                folder.mkdir()
+                self.folders.append(folder)
+                files = [name for name in limits if (folder / name).exists()]
+                for name in files:
+                    (folder / name).write_text(str(limits[name]))
+            except OSError:
+                files = []
+            if not files and folder in self.folders:
+                self.folders.remove(folder)
+                folder.rmdir()
+
+    def command(self) -> list[str]:
+        """The beginning of a command that runs in this cgroup."""
+        if not self.folders:
+            return []
+        joins = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self.folders)
+        return ["/bin/sh", "-c", f'{joins}; exec "$@"', "sh"]
+
+    def close(self) -> None:
+        """Remove the folders, and old ones of others that have ended without doing so."""
+        for folder in self.folders:
+            for one in folder.parent.glob(f"{_NAME}*"):
+                try:
+                    if one == folder or time.time() - one.stat().st_mtime > 60:
+                        one.rmdir()
+                except OSError:  # still in use, or gone
+                    pass
+        self.folders = []
+
+
+def has_cgroup() -> bool:
+    """Whether this user may make a cgroup with a limit here."""
+    probe = Cgroup(1 << 30, 64)
+    found = [str(folder) for folder in probe.folders]
+    probe.close()
+    return bool(found and os.path.exists("/bin/sh"))

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 STRICT = "VERL_EXT_STRICT"
 
 _failures: dict[str, str] = {}
 _done: list[str] = []
+_fired: set[str] = set()
+"""Modules of verl whose hook has run."""
 
 
 class PluginError(RuntimeError):
@@ -51,11 +53,14 @@ def _guard(what: str, function: Callable[[], Any]) -> None:
         _done.append(what)
 
 
-def require() -> None:
+def require(modules: Iterable[str] = ()) -> None:
     """Raise unless every part of the plugin that was due so far is in place.
 
+    Args:
+        modules: modules of verl that have been imported, so that their hooks must have run by now.
+
     Raises:
-        PluginError: names the parts that failed and why.
+        PluginError: names the parts that failed and why, or the hooks that have not run.
     """
     if _failures:
         parts = "; ".join(f"{what}: {why}" for what, why in _failures.items())
@@ -65,19 +70,18 @@ def require() -> None:
             "the verl_ext plugin is not loaded in this process: it is hidden by VERL_USE_EXTERNAL_PLUGINS="
             f"{os.environ.get('VERL_USE_EXTERNAL_PLUGINS')!r}. Unset it, or name verl_ext in it."
         )
+    waiting = [f"{_hooks()[name][0]} (when {name} is imported)" for name in modules if name not in _fired]
+    if waiting:
+        raise PluginError(
+            "verl_ext is only partly loaded, so no recipe of it can run. Not done in this process: "
+            f"{'; '.join(waiting)}."
+        )
 
 
 def status() -> dict[str, Any]:
-    """What is registered and what failed in this process, for `verl-ext list` and bug reports."""
-    return {"registered": list(_done), "failed": dict(_failures)}
-
-
-def _check_version() -> None:
-    import verl
-    from packaging.version import Version
-
-    if not Version("0.9.1") <= Version(verl.__version__) < Version("0.10"):
-        raise ImportError(f"verl {verl.__version__} is installed; verl_ext supports verl>=0.9.1,<0.10")
+    """What is registered, has failed or waits for its module in this process, for `verl-ext list` and bug reports."""
+    waiting = [what for module, (what, _) in _hooks().items() if module not in _fired]
+    return {"registered": list(_done), "failed": dict(_failures), "waiting": waiting}
 
 
 def _register_platform() -> None:
@@ -128,9 +132,21 @@ def _register_estimators(module: Any) -> None:
 
 
 def _extend_trainers(module: Any) -> None:
-    from verl_ext.integration import trainer
+    from verl_ext.integration import trainer, wraps
 
     trainer.extend_registry()
+
+    def make(original: Any) -> Any:
+        def get_trainer_cls(name: str) -> Any:
+            if os.environ.get(STRICT) == "1":
+                require(TRAINER_HOOKS)
+                trainer.extend_registry()  # again, for classes that others have registered meanwhile
+            return original(name)
+
+        return get_trainer_cls
+
+    for target in wraps.GET_TRAINER:
+        wraps.replace(target, make)
 
 
 def _float32_sum_pi_squared(module: Any) -> None:
@@ -177,24 +193,31 @@ _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "hydra": ("making the recipes known to Hydra", _register_search_path),
 }
 
+TRAINER_HOOKS = ("verl.trainer.ppo.core_algos", "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop")
+"""Whose hooks have run in a trainer's process by the time the trainer is made."""
+
+
+def _hooks() -> dict[str, tuple[str, Callable[[Any], None]]]:
+    from verl_ext.platform import hooks
+
+    return {**_HOOKS, **hooks.HOOKS}
+
 
 def _register_hooks() -> None:
     import wrapt
 
-    from verl_ext.platform import hooks
-
-    for module, (what, function) in {**_HOOKS, **hooks.HOOKS}.items():
-        wrapt.register_post_import_hook(_hook(what, function), module)
+    for module, (what, function) in _hooks().items():
+        wrapt.register_post_import_hook(_hook(module, what, function), module)
 
 
-def _hook(what: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
+def _hook(name: str, what: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
     def run(module: Any) -> None:
+        _fired.add(name)
         _guard(what, lambda: function(module))
 
     return run
 
 
-_guard("checking the version of verl", _check_version)
 _guard("registering the cpu platform", _register_platform)
 if not _failures:
     _guard("preparing the registrations", _register_hooks)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -182,18 +183,75 @@ def test_plugin_that_breaks_leaves_stock_verl_alone(tmp_path: Path) -> None:
     assert done.returncode == 0 and "adv_estimator: gae" in done.stdout
 
 
-def test_unsupported_verl_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another verl: one line on stderr, remembered, and nothing raised in a run that is not ours."""
-    from verl_ext import plugin
+@pytest.mark.parametrize("recipe", ["grpo", "gspo", "dvp", "step_wise"])
+def test_the_legacy_trainer_is_refused_with_any_recipe(recipe: str) -> None:
+    """Without a row field among its needs a recipe would start there, and train on other advantages without a word."""
+    cfg = config(f"+recipe={recipe}", "actor_rollout_ref.rollout.n=4", "trainer.use_v1=false")
+    with pytest.raises(
+        SystemExit, match=r"verl_ext: trainer\.use_v1=false, but every recipe .* Set trainer\.use_v1=true"
+    ):
+        launch.LaunchCallback().on_run_start(cfg)
 
+
+def test_another_verl_is_not_refused_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl, "__version__", "0.10.0")
-    monkeypatch.setattr(plugin, "_failures", {})
-    monkeypatch.setattr(sys, "argv", ["main_ppo"])
-    plugin._guard("checking the version of verl", plugin._check_version)
-    error = capsys.readouterr().err
-    assert "verl 0.10.0 is installed; verl_ext supports verl>=0.9.1,<0.10" in error and error.count("\n") == 1
-    with pytest.raises(plugin.PluginError, match="only partly loaded"):
-        plugin.require()
-    monkeypatch.setenv(plugin.STRICT, "1")
-    with pytest.raises(ImportError):
-        plugin._guard("checking the version of verl", plugin._check_version)
+    launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4"))
+
+
+def test_what_verl_lacks_ends_the_run_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
+
+    monkeypatch.delattr(ContinuousTokenBuilder, "merge_context_tokens")
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
+    with pytest.raises(
+        SystemExit, match="verl_ext: this verl lacks 1 .*merge_context_tokens or .*merge_non_assistant_tok"
+    ):
+        launch.LaunchCallback().on_run_start(config("+recipe=grpo", "actor_rollout_ref.rollout.n=4", loop))
+
+
+def test_gspo_has_its_own_clip_range() -> None:
+    """arXiv 2507.18071, section 5.1: 3e-4 and 4e-4; verl's default of 0.2 never clips the ratio of a sequence."""
+    actor = config("+recipe=[grpo,gspo]").actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
+
+
+SHOW = """
+import json, os, hydra, verl
+from omegaconf import OmegaConf
+
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
+def main(config):
+    variables = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
+    told = [config.algorithm.gamma, config.ray_kwargs.ray_init.num_gpus, variables, "VERL_EXT_STRICT" in os.environ]
+    print("job", json.dumps(told), flush=True)
+
+main()
+"""
+
+
+def sweep(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "show.py").write_text(SHOW)
+    given = ["+recipe=[trloo,cpu]", "actor_rollout_ref.rollout.n=4", f"hydra.sweep.dir={tmp_path}", *words]
+    return subprocess.run(
+        [sys.executable, str(tmp_path / "show.py"), "-m", *given], capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+def test_each_job_of_a_multirun_is_checked_and_completed(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "algorithm.gamma=0.9,0.5", "+verl_ext.env.TRIED_BY=${algorithm.gamma}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    jobs = [json.loads(line.removeprefix("job ")) for line in done.stdout.splitlines() if line.startswith("job ")]
+    assert [(gamma, gpus, strict) for gamma, gpus, _, strict in jobs] == [(0.9, 1, True), (0.5, 1, True)]
+    told = [
+        {name: variables[name] for name in ("VERL_EXT_STRICT", "VERL_PLATFORM", "TRIED_BY")}
+        for *_, variables, _ in jobs
+    ]
+    assert told == [{"VERL_EXT_STRICT": "1", "VERL_PLATFORM": "cpu", "TRIED_BY": gamma} for gamma in ("0.9", "0.5")]
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_job_of_a_multirun_ends_it_with_one_line(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "algorithm.gamma=1.5,0.5")
+    assert done.returncode != 0 and "job " not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("verl_ext: algorithm.gamma is 1.5; the discount must lie in [0, 1]")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import engine
+from verl_ext.integration import engine, verl_api
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import OptionError, read, select
 from verl_ext.plugin import STRICT
@@ -324,6 +324,7 @@ def guard(client: Any, sampler: Sampler) -> Any:
     """
     if not isinstance(client, PrunedClientMixin):
         base: Any = type(client)
+        verl_api.check_overrides(PrunedClientMixin, base)
         client.__class__ = _pruned(base)
     client._verl_ext_sampler = sampler
     return client

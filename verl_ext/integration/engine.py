@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration import verl_api, wraps
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 
 ONE_PASS = "verl_ext_one_pass"
@@ -65,12 +66,14 @@ class OnePassMixin:
         if rho > 0 and why_not:
             raise RuntimeError(f"dvp.rho={rho:g} cannot prune here: {why_not}")
         if rho <= 0 and (why_not or not _wanted(one_pass, output)):
-            return super().prepare_model_outputs(  # type: ignore[misc]
-                output=output,
-                output_args=output_args,
-                micro_batch=micro_batch,
-                logits_processor_func=logits_processor_func,
-            )
+            squares = not why_not and bool(_get(micro_batch, "calculate_sum_pi_squared", False))
+            with wraps.must_be_called(wraps.SUM_PI_SQUARED, squares):
+                return super().prepare_model_outputs(  # type: ignore[misc]
+                    output=output,
+                    output_args=output_args,
+                    micro_batch=micro_batch,
+                    logits_processor_func=logits_processor_func,
+                )
         rmpad = _get(micro_batch, "use_remove_padding", True)
         wanted = {
             "entropy": bool(_get(micro_batch, "calculate_entropy", False)),
@@ -288,6 +291,8 @@ def extend_registry() -> None:
         registered = EngineRegistry._engines.get("language_model", {}).get(backend, {})
         for key, engine in list(registered.items()):
             if issubclass(engine, FSDPEngineWithLMHead) and not issubclass(engine, OnePassMixin):
+                for mixin in (AgentGradientsMixin, OnePassMixin):
+                    verl_api.check_overrides(mixin, engine)
                 registered[key] = type(
                     engine.__name__,
                     (AgentGradientsMixin, OnePassMixin, engine),  # agents last: of what the one pass has made

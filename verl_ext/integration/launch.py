@@ -8,28 +8,81 @@ told to load the plugin and to fail if they cannot.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
 
 class LaunchCallback(Callback):
-    """``hydra.callbacks.verl_ext`` of our recipes."""
+    """``hydra.callbacks.verl_ext`` of our recipes.
+
+    A mistake raises SystemExit with one line that names it. Hydra turns any other exception of a callback into a
+    warning and starts the run.
+    """
+
+    _prepared = False
+    _environment: Mapping[str, str] = {}
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         """Check `config` and complete it in place.
 
         Raises:
-            SystemExit: with one line that names what is wrong. Hydra turns any other exception of a callback into a
-                warning and starts the run.
+            SystemExit: names what is wrong.
         """
-        try:
-            prepare(config)
-        except Exception as error:
-            raise SystemExit(f"verl_ext: {error}") from error
+        _prepare_or_exit(config)
+        self._prepared = True
+
+    def on_job_start(self, config: Any, **kwargs: Any) -> None:
+        """The same for each job of a multirun (``-m``), which has no start of its own.
+
+        Raises:
+            SystemExit: names what is wrong.
+        """
+        if not self._prepared:
+            self._environment = dict(os.environ)
+            _prepare_or_exit(_config_of_the_job())
+
+    def on_job_end(self, config: Any, **kwargs: Any) -> None:
+        """Nothing of a job of a multirun reaches the next one, which would go on in this one's Ray and environment."""
+        if not self._prepared:
+            import ray
+
+            ray.shutdown()
+            os.environ.clear()
+            os.environ.update(self._environment)
+
+
+def _prepare_or_exit(config: Any) -> None:
+    try:
+        prepare(config)
+    except Exception as error:
+        raise SystemExit(f"verl_ext: {error}") from error
+
+
+def _config_of_the_job() -> Any:
+    """What Hydra hands to the job that it is about to start.
+
+    Hydra copies the configuration before it calls on_job_start and tells the callback of the original alone, so what
+    is completed there would not reach the job. The copy is a local variable of the caller (hydra-core 1.3,
+    core/utils.py `run_job`).
+
+    Raises:
+        SystemExit: this Hydra goes about it in another way.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not run_job.__code__:
+        frame = frame.f_back
+    if frame is None or "task_cfg" not in frame.f_locals:
+        raise SystemExit(
+            "verl_ext: this version of Hydra does not show the configuration of a job of a multirun (-m), so it cannot "
+            "be checked. Install hydra-core>=1.3.2,<1.4, or start the runs one by one without -m."
+        )
+    return frame.f_locals["task_cfg"]
 
 
 def prepare(config: Any) -> None:
@@ -40,12 +93,14 @@ def prepare(config: Any) -> None:
 
     Raises:
         PluginError: part of the plugin is missing in this process.
-        OptionError: see `verl_ext.integration.checks.check`.
+        OptionError: see `verl_ext.integration.checks.check`; also ``trainer.use_v1=false``.
+        UnsupportedVerl: the installed verl lacks what the run needs.
     """
     import verl_ext
     from verl_ext import plugin
-    from verl_ext.integration import checks
+    from verl_ext.integration import checks, verl_api
     from verl_ext.integration.mix import component_names
+    from verl_ext.integration.options import OptionError
 
     node = config.get("verl_ext") or {}
     if node.get("platform") == "cpu":
@@ -56,7 +111,15 @@ def prepare(config: Any) -> None:
     import verl.trainer.ppo.core_algos  # noqa: F401  (the estimators are registered when this is imported)
 
     plugin.require()
+    if not config.trainer.get("use_v1", True):
+        raise OptionError(
+            "trainer.use_v1=false, but every recipe of verl_ext needs verl's V1 trainer, which carries the rows; on "
+            "the legacy one their estimators, losses and settings would be left out or computed otherwise. Set "
+            "trainer.use_v1=true (verl's default), or leave out the recipes."
+        )
     checks.check(config)
+    verl_api.require(config)
+    plugin.require(verl_api.hooked(config))
     for name, value in (node.get("env") or {}).items():
         if value is not None:
             os.environ.setdefault(str(name), str(value))  # what the shell says wins

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import agent_gradients, checks, columns, dvp, updates, wraps
+from verl_ext.integration import agent_gradients, checks, columns, dvp, updates, verl_api, wraps
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.metrics_file import keep_earlier_metrics
@@ -92,7 +92,8 @@ class VerlExtTrainer:
     def fit(self, agent_loop_manager: Any) -> Any:
         make = functools.partial(keep_earlier_metrics, resumed_step=self.global_steps)  # type: ignore[attr-defined]
         try:
-            with wraps.replaced(wraps.FILE_LOGGER, make):
+            to_file = "file" in self.config.trainer.logger
+            with wraps.must_be_called(wraps.FILE_LOGGER, to_file), wraps.replaced(wraps.FILE_LOGGER, make):
                 return super().fit(agent_loop_manager)  # type: ignore[misc]
         finally:
             if self._transcripts is not None:
@@ -188,7 +189,7 @@ class VerlExtTrainer:
 
             return compute
 
-        with wraps.replaced(wraps.ADVANTAGE, make):
+        with wraps.must_be_called(wraps.ADVANTAGE), wraps.replaced(wraps.ADVANTAGE, make):
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         metrics.update(active.metrics)
         if self._agent_gradients:
@@ -355,6 +356,7 @@ def extend_registry() -> None:
 
     for name, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, VerlExtTrainer):
+            verl_api.check_overrides(VerlExtTrainer, trainer)
             TRAINER_REGISTRY[name] = type(
                 trainer.__name__, (VerlExtTrainer, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
             )

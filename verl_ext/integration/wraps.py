@@ -3,13 +3,16 @@
 
 A class or a registry entry is always preferred. Where verl offers neither, a wrap is declared here with the verl
 version and the line that it was written for, and the parameters that it counts on. A wrap whose target has changed
-raises `UnsupportedVerl` with the name of the target: it never works half.
+raises `UnsupportedVerl` with the name of the target: it never works half. So does one that is needed and that verl
+does not call any more, though the name is still there.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,12 +69,29 @@ class Target:
         )
 
 
+_calls: Counter[Target] = Counter()
+"""How often the replacement of each target was called in this process."""
+
+
+@contextmanager
+def must_be_called(target: Target, when: bool = True) -> Iterator[None]:
+    """A block in which verl calls the replacement of `target`, if `when` holds.
+
+    Raises:
+        UnsupportedVerl: it did not, so what the block has computed is not what the replacement is for.
+    """
+    before = _calls[target]
+    yield
+    if when and _calls[target] == before:
+        raise UnsupportedVerl(target._message("verl no longer calls it where it is needed"))
+
+
 @contextmanager
 def replaced(target: Target, make: Callable[[Any], Any]) -> Iterator[Any]:
     """Replace `target` by `make(original)` inside the block; yields the original and always puts it back."""
     original = target.resolve()
     owner = importlib.import_module(target.module)
-    setattr(owner, target.name, make(original))
+    setattr(owner, target.name, _counted(target, make(original)))
     try:
         yield original
     finally:
@@ -83,11 +103,42 @@ def replace(target: Target, make: Callable[[Any], Any]) -> None:
     original = target.resolve()
     if getattr(original, "__verl_ext_wrap__", False):
         return
-    wrapped = make(original)
+    wrapped = _counted(target, make(original))
     wrapped.__verl_ext_wrap__ = True
     setattr(importlib.import_module(target.module), target.name, wrapped)
 
 
+def _counted(target: Target, replacement: Any) -> Any:
+    """`replacement`, whose calls are counted."""
+    if inspect.isclass(replacement):
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            _calls[target] += 1
+            super(counted, self).__init__(*args, **kwargs)
+
+        counted: Any = type(
+            replacement.__name__, (replacement,), {"__init__": __init__, "__doc__": replacement.__doc__}
+        )
+        return counted
+
+    @functools.wraps(replacement)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _calls[target] += 1
+        return replacement(*args, **kwargs)
+
+    return call
+
+
+GET_TRAINER = tuple(
+    Target(
+        module=module,
+        name="get_trainer_cls",
+        parameters=("name",),
+        written_for="verl 0.9.1, trainer/ppo/v1/trainer_base.py:2017, called by main_ppo.TaskRunnerV1.run",
+        reason="a trainer class may be registered after ours were; this is where verl asks for the class of the run",
+    )
+    for module in ("verl.trainer.ppo.v1", "verl.trainer.ppo.v1.trainer_base")
+)
 ADVANTAGE = Target(
     module="verl.trainer.ppo.v1.trainer_base",
     name="compute_advantage_for_multi_trajectories",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import wraps
+from verl_ext.integration import verl_api, wraps
 
 
 def _load_value_model(original: Any) -> Any:
@@ -88,6 +88,7 @@ def register() -> None:
         for backend in ("fsdp", "fsdp2"):
             if "cpu" in EngineRegistry._engines.get(model_type, {}).get(backend, {}):
                 continue
+            verl_api.check_overrides(CpuFsdpMixin, base)
             engine = type(f"Cpu{base.__name__}", (CpuFsdpMixin, base), {"__doc__": f"{base.__name__} on the CPU."})
             EngineRegistry.register(model_type=model_type, backend=backend, device="cpu")(engine)
 

@@ -23,6 +23,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
+from verl_ext.integration.verl_api import merge_context
 from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout import rows
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
@@ -235,7 +236,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             # The model-specific builders know how a turn ends; the default one only appends. Complete what the chat
             # template writes after an answer (for ChatML: "<|im_end|>\n"), as far as the model has not written it.
             token_ids = token_ids + self._missing_turn_end(token_ids)
-        return list(builder.merge_context_tokens(previous, updated, token_ids).token_ids)
+        return merge_context(builder, previous, updated, token_ids)
 
     def _missing_turn_end(self, token_ids: list[int]) -> list[int]:
         end = _turn_end_ids(self.tokenizer, self.apply_chat_template_kwargs)

@@ -37,6 +37,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
 from verl_ext.rollout.orchestra import core, settings
 from verl_ext.rollout.orchestra.core import Agent, Completion, OrchestraFailure, Result, Task, Team
@@ -66,8 +67,9 @@ class OrchestraLoop(AgentLoopBase):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        entry = {key: value for key, value in kwargs.items() if key not in _VERLS}
-        super().__init__(*args, **{key: value for key, value in kwargs.items() if key in _VERLS})
+        verls = loop_arguments()
+        entry = {key: value for key, value in kwargs.items() if key not in verls}
+        super().__init__(*args, **{key: value for key, value in kwargs.items() if key in verls})
         entry["name"] = entry.pop("orchestra", None)
         self.settings, self.retriever, self._lineups = _prepare(self.config, entry)
         self.prompt_length = int(self.rollout_config.prompt_length)
@@ -424,20 +426,6 @@ class OrchestraLoop(AgentLoopBase):
         for reason in {*core.REASONS, *events}:
             info[f"failure_{reason}"] = float(events.get(reason, 0))
         return info
-
-
-_VERLS = (
-    "trainer_config",
-    "server_manager",
-    "tokenizer",
-    "processor",
-    "dataset_cls",
-    "data_config",
-    "hf_model_type",
-    "tools",
-    "name",
-)
-"""What verl passes to an agent loop; everything else in ``kwargs`` stands in the entry of an agent loop config."""
 
 
 def _prepare(

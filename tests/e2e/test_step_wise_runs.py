@@ -120,6 +120,7 @@ def test_environments_that_break_do_not_break_the_run(lab: Lab) -> None:
         overrides=[
             *overrides(data, 8, "Faulty", step_timeout_s=2.0, max_steps=10, history_length=1),
             "actor_rollout_ref.rollout.n=2",
+            "+verl_ext.environment.failed_trajectories=keep",
         ],
         environment=ENVIRONMENT,
     ).check()

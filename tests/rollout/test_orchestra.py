@@ -33,7 +33,7 @@ from verl_ext.integration import checks
 from verl_ext.integration.options import OptionError
 from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
-from verl_ext.rollout.orchestra.core import REASONS
+from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
 from verl_ext.rollout.rows import HOPELESS
 

@@ -22,7 +22,7 @@ from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration.checks import BatchError
 from verl_ext.integration.columns import row_fields
 from verl_ext.integration.rollout_metrics import require_a_row, rollout_metrics
-from verl_ext.rollout.environments import EnvironmentUnavailable, runner
+from verl_ext.rollout.environments import EnvironmentFault, EnvironmentUnavailable, runner
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.step_wise import AGENT_NAME, Action, StepWiseLoop, parse_action
 
@@ -131,7 +131,8 @@ def test_an_episode_is_a_row_a_step(tokenizer: Any) -> None:
     assert fields(rows, "max_global_steps") == [7] * 3
     assert [row.reward_score for row in rows] == [1.0] * 3
     assert [row.num_turns for row in rows] == [2, 4, 6]
-    assert info(rows) == {"success": 1.0, "steps": 3.0, "valid_share": 1.0, "truncated_prompts": 0.0, "failed": 0.0}
+    expected = {"success": 1.0, "steps": 3.0, "valid_share": 1.0, "truncated_prompts": 0.0, "failed": 0.0}
+    assert info(rows) == {**expected, "control_tokens_split": 0.0}
     for row, request in zip(rows, server.requests, strict=True):
         assert row.prompt_ids == request["prompt_ids"]
         assert row.response_mask == [1] * len(row.response_ids)
@@ -233,8 +234,8 @@ def test_rollouts_of_a_prompt_begin_in_the_same_state(tokenizer: Any) -> None:
 
 def test_a_row_chooses_its_environment(tokenizer: Any) -> None:
     extra = {"env_seed": 1, "environment": "environment_zoo:Async", "environment_kwargs": json.dumps({"how": "raise"})}
-    rows, _ = play(tokenizer, [act("forward")], {"extra_info": extra})
-    assert fields(rows, "failure") == ["environment_error"]
+    with pytest.raises(EnvironmentFault, match="the world is gone"):
+        play(tokenizer, [act("forward")], {"extra_info": extra})
 
 
 def test_a_system_message_of_the_data_stays(tokenizer: Any) -> None:
@@ -296,16 +297,20 @@ def test_a_prompt_that_cannot_be_shortened_ends_the_trajectory(tokenizer: Any) -
         ("huge", "environment_garbage"),
     ],
 )
-def test_an_environment_that_breaks_ends_its_own_trajectory(tokenizer: Any, how: str, reason: str) -> None:
+@pytest.mark.parametrize("kept", ["raise", "keep"])
+def test_an_environment_that_breaks_ends_its_own_trajectory(tokenizer: Any, how: str, reason: str, kept: str) -> None:
     broken = {
         "name": "environment_zoo:Broken",
         "kwargs": {"how": how, "every": 2},
         "step_timeout_s": 0.5 if how == "hang" else 10.0,
+        "failed_trajectories": kept,
     }
     rows = [{"index": seed} for seed in (2, 3, 4, 5)]
     results, _ = play_many(tokenizer, [act("forward")], rows, environment=broken)
     for seed, result in zip((2, 3, 4, 5), results, strict=True):
-        if seed % 2:
+        if kept == "raise" and seed % 2 == 0:
+            assert isinstance(result, EnvironmentFault) and result.reason == reason
+        elif seed % 2:
             assert len(result) == 2 and fields(result, "failure") == ["", ""] and info(result)["success"] == 1.0
         else:
             assert len(result) == 2 and fields(result, "failure") == ["", reason]
@@ -322,7 +327,7 @@ def test_failed_trajectories_can_be_masked(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_a_broken_beginning_is_a_placeholder_row(tokenizer: Any, logprobs: bool) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
     rows, server = play(tokenizer, [act("forward")], environment=broken, logprobs=logprobs)
     assert not server.requests and len(rows) == 1
     (row,) = rows
@@ -370,7 +375,7 @@ def test_an_environment_in_which_everything_fails_is_an_error(tokenizer: Any, mo
     from verl_ext.rollout import step_wise
 
     monkeypatch.setattr(step_wise, "_fates", {})
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
     results, _ = play_many(tokenizer, [act("forward")], [{}] * 25, environment=broken)
     errors = [result for result in results if isinstance(result, BaseException)]
     assert len(errors) == 6 and all(type(error) is EnvironmentUnavailable for error in errors)
@@ -407,7 +412,7 @@ def metrics_of(results: Sequence[list[AgentLoopOutput]], padding: int = 0) -> di
 
 
 def test_the_reasons_are_counted_in_metrics(tokenizer: Any) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"how": "raise", "every": 2}}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"every": 2}, "failed_trajectories": "keep"}
     rows = [{"index": seed} for seed in (1, 2, 3, 4, 5)]
     rows.append({"index": 0, "extra_info": {"environment_kwargs": json.dumps({"when": "reset", "how": "nan"})}})
     results, _ = play_many(tokenizer, [act("forward")], rows, environment=broken)
@@ -421,7 +426,7 @@ def test_the_reasons_are_counted_in_metrics(tokenizer: Any) -> None:
 
 
 def test_a_batch_of_failures_alone_is_refused(tokenizer: Any) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
     results, _ = play_many(tokenizer, [act("forward")], [{}, {}], environment=broken)
     columns, _ = row_fields(["u_0_0", "u_1_0"], [{}, {}], [rows[0].extra_fields for rows in results])
     with pytest.raises(BatchError, match=r"can be trained on \(failed trajectories: environment_error: 2\)"):

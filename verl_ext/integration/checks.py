@@ -57,6 +57,10 @@ def check(config: Any) -> list[str]:
         from verl_ext.rollout.orchestra.settings import check as check_orchestra
 
         check_orchestra(config)
+    if select(select(config, "verl_ext"), "threads") is not None:
+        from verl_ext.rollout.threads import read_threads
+
+        read_threads(config)
     warnings = [*_alone(config, used), *_gamma(config, used), *_loss_only(config), *updates.check(config)]
     warnings += dvp.check(config)
     agent_gradients.check(config)

@@ -12,7 +12,6 @@ comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -26,9 +25,9 @@ from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 from verl_ext.integration.verl_api import merge_context
 from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout import rows
+from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
-
-logger = logging.getLogger(__name__)
+from verl_ext.rollout.threads import threads
 
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
@@ -40,7 +39,7 @@ STOP_SOLVED = "solved"
 STOP_MAX_TURNS = "max_turns"
 STOP_OVERLONG = "overlong_prompt"
 STOP_EMPTY = "empty_response"
-STOP_VERIFIER_ERROR = "verifier_error"
+FAILURES = (STOP_EMPTY,)
 
 
 @dataclass(frozen=True)
@@ -131,24 +130,27 @@ class MultiTurnVerifierLoop(AgentLoopBase):
 
     Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed),
     ``agent_id`` (str), ``anchor_obs`` (str: the question and the latest feedback, without history), and for reading
-    ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the verifier's score).
+    ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the verifier's score); in the last row
+    ``failure`` (str: the stop reason if it is one of `FAILURES`), counted in ``rollout/failures/<reason>``.
 
     ``reward_score`` of every row is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
     rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
-    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``verifier_error``, and ``judge_<reason>``:
-    answers that are wrong because they kept their judgement from an end (`verl_ext.rewards.judge`).
+    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see
+    `verl_ext.rollout.plain_text`), and ``judge_<reason>``: answers that are wrong because they kept their judgement
+    from an end (`verl_ext.rewards.judge`).
 
     Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
     ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
     ends the trajectory with what it has, ``stop_reason="overlong_prompt"``.
-    A verifier that is broken, whatever the answer, ends its trajectory: that turn earns 0 and the error is recorded.
+    A verifier that is broken, whatever the answer, ends its trajectory: the loop raises, and the rollout is missing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = MultiTurnOptions.from_rollout_config(self.rollout_config)
         self.prompt_length = int(self.rollout_config.prompt_length)
+        self.plain = PlainText(self.tokenizer)
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -163,7 +165,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             One output a turn, in order; never empty.
 
         Raises:
-            ValueError: the first prompt is too long, or the row carries no task.
+            ValueError: the first prompt is too long, the row carries no task, or the verifier gave no score.
+            JudgeError: the verifier is broken, whatever the answer.
             RuntimeError: the engine returned no token for the first turn.
         """
         messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]
@@ -196,27 +199,21 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             turn = _Turn(call, anchor_obs)
             turns.append(turn)
 
-            text = self.tokenizer.decode(call.response_ids, skip_special_tokens=True)
+            text = await rows.decode(self, call.response_ids)
             timing: dict[str, float] = {}
-            try:
-                with simple_timer("compute_score", timing):
-                    turn.verdict = await task.judge_async(text, timeout_s=self.options.verifier_timeout_s)
-            except Exception as e:
-                stop_reason, stop_detail = STOP_VERIFIER_ERROR, f"{type(e).__name__}: {e}"
-            call.metrics.compute_score = timing.get("compute_score", 0.0)
-            if turn.verdict is None:
-                logger.warning("verifier of %s failed (%s): %s", task.dataset, stop_reason, stop_detail)
-                break
+            with simple_timer("compute_score", timing):
+                turn.verdict = await task.judge_async(text, timeout_s=self.options.verifier_timeout_s)
+            call.metrics.compute_score = timing["compute_score"]
             if turn.verdict.solved:
                 stop_reason = STOP_SOLVED
                 break
             if len(turns) >= self.options.max_turns:
                 break
 
-            previous = messages + [{"role": "assistant", "content": text}]
-            updated = previous + [{"role": "user", "content": turn.verdict.feedback}]
-            prompt_ids = await self.loop.run_in_executor(
-                None, self._continue_prompt, previous, updated, call.prompt_ids + call.response_ids
+            previous = messages + [self.plain.message({"role": "assistant", "content": text})]
+            updated = previous + [self.plain.message({"role": "user", "content": turn.verdict.feedback})]
+            prompt_ids = await threads(self.config, "tokenising").run(
+                self._continue_prompt, previous, updated, call.prompt_ids + call.response_ids
             )
             if len(prompt_ids) > self.prompt_length:
                 stop_reason = STOP_OVERLONG
@@ -258,40 +255,26 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             "turns": float(len(turns)),
             "valid_share": sum(valid) / len(valid),
             "overlong": float(stop_reason == STOP_OVERLONG),
-            "verifier_error": float(stop_reason == STOP_VERIFIER_ERROR),
             **{f"judge_{reason}": float(unjudged.count(reason)) for reason in REASONS},
+            "control_tokens_split": float(self.plain.split),
         }
-        has_logprobs = all(turn.call.response_logprobs is not None for turn in turns)
-        outputs = []
-        for index, turn in enumerate(turns):
-            call, verdict = turn.call, turn.verdict
-            outputs.append(
-                AgentLoopOutput(
-                    prompt_ids=call.prompt_ids,
-                    response_ids=call.response_ids,
-                    response_mask=[1] * len(call.response_ids),
-                    # verl builds the columns from the keys of the first row, so all rows have them or none has.
-                    response_logprobs=call.response_logprobs if has_logprobs else None,
-                    multi_modal_data={},
-                    reward_score=float(outcome),
-                    num_turns=2 * (index + 1),
-                    metrics=call.metrics,
-                    extra_fields={
-                        **call.engine_fields,
-                        "turn_reward": rewards[index],
-                        "turn_score": 0.0 if verdict is None else verdict.score,
-                        "is_action_valid": valid[index],
-                        "agent_id": self.options.agent_id,
-                        "anchor_obs": turn.anchor_obs,
-                        "stop_reason": stop_reason,
-                        "stop_detail": stop_detail,
-                        "turn_scores": [0.0 if v is None else v.score for v in verdicts],
-                        "tool_rewards": [],
-                        "reward_extra_info": dict(info),
-                    },
-                )
-            )
-        return outputs
+        scores = [0.0 if verdict is None else verdict.score for verdict in verdicts]
+        for turn, reward, score, is_valid in zip(turns, rewards, scores, valid, strict=True):
+            turn.call.fields = {
+                "turn_reward": reward,
+                "turn_score": score,
+                "is_action_valid": is_valid,
+                "agent_id": self.options.agent_id,
+                "anchor_obs": turn.anchor_obs,
+                "turn_scores": scores,
+            }
+        return rows.make_rows(
+            [turn.call for turn in turns],
+            outcome=outcome,
+            info=info,
+            common={"stop_reason": stop_reason, "stop_detail": stop_detail},
+            failure=stop_reason if stop_reason in FAILURES else "",
+        )
 
 
 def _turn_end_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:

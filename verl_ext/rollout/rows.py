@@ -8,7 +8,6 @@ A loop collects a :class:`ModelCall` for every answer of the model (:func:`gener
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter
@@ -21,6 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from verl.utils.profiler import simple_timer
 
 from verl_ext.log_filter import Once
+from verl_ext.rollout.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
 logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(Once())
@@ -96,10 +96,20 @@ def request_name(loop: AgentLoopBase, priority: int, session_id: Any) -> str:
 
 
 async def encode(loop: AgentLoopBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens of a chat with the opening of the next answer, made outside the event loop."""
-    plain = [dict(message) for message in messages]
-    builder = loop.continuous_token_builder
-    return await asyncio.get_running_loop().run_in_executor(None, lambda: list(builder.build_initial_tokens(plain)))
+    """Tokens of a chat with the opening of the next answer, made outside the event loop.
+
+    Control tokens in the messages are what they are: see `verl_ext.rollout.plain_text` for what others wrote.
+    """
+    given = [dict(message) for message in messages]
+    build = loop.continuous_token_builder.build_initial_tokens
+    return list(await threads(loop.config, "tokenising").run(build, given))
+
+
+async def decode(loop: AgentLoopBase, ids: Sequence[int]) -> str:
+    """The text of an answer, without special tokens, made outside the event loop."""
+    return await threads(loop.config, "decoding").run(
+        lambda: loop.tokenizer.decode(list(ids), skip_special_tokens=True)
+    )
 
 
 async def generate(
@@ -212,13 +222,13 @@ def make_rows(
                 num_turns=2 * (index + 1),
                 metrics=call.metrics,
                 extra_fields={
+                    "turn_scores": [],
+                    "tool_rewards": [],
                     **call.engine_fields,
                     **(common or {}),
                     **call.fields,
                     "valid_row": call.trained,
                     "failure": failure if index == len(calls) - 1 else "",
-                    "turn_scores": [],
-                    "tool_rewards": [],
                     "reward_extra_info": {name: float(value) for name, value in info.items()},
                 },
             )

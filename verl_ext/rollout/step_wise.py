@@ -28,11 +28,12 @@ the history are left out, one by one; then the current observation is cut at its
 actions is cut at its end (the actions stay valid). The row has ``prompt_truncated`` True and is counted. If the rest
 is still too long the trajectory ends, ``failure="prompt_too_long"``.
 
-**When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory: the
-reward of that step is 0, ``failure`` says which (:data:`verl_ext.rollout.environments.protocol.FAULTS`),
-``stop_detail`` how, and the metric ``rollout/failures/<reason>`` counts it. If the model has not answered yet, the
-trajectory is one placeholder row that is in no statistic and not in the loss. With ``failed_trajectories=mask`` all
-its rows are so. What no trajectory could do (a package is missing, a wrong argument) raises and ends the run; so does
+**When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory by name
+(:data:`verl_ext.rollout.environments.protocol.FAULTS`): the loop raises, so that the rollout is missing and counted as
+such (``failed_trajectories=raise``). With ``keep`` or ``mask`` its rows are returned: the reward of the failed step is
+0, ``failure`` says which, ``stop_detail`` how, and the metric ``rollout/failures/<reason>`` counts it. With ``mask``
+they are in no statistic and not in the loss, and so is the one placeholder row of a trajectory in which the model has
+not answered yet. What no trajectory could do (a package is missing, a wrong argument) raises and ends the run; so does
 an environment in which each of the first :data:`~verl_ext.rollout.rows.HOPELESS` trajectories of a process has failed.
 """
 
@@ -45,6 +46,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import re2
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
@@ -55,6 +57,8 @@ from verl_ext.rollout.environments.protocol import FAULTS, EnvironmentFault, Env
 from verl_ext.rollout.environments.registry import load
 from verl_ext.rollout.environments.runner import Session, open_session
 from verl_ext.rollout.environments.templates import Template, load_template
+from verl_ext.rollout.plain_text import PlainText
+from verl_ext.rollout.tags import tagged
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +84,14 @@ _BLANKS = re.compile(r"\s+")
 _ANY = re.compile(r"<[^<>]*>")
 
 
-@functools.lru_cache(maxsize=32)
-def _pair(tag: str) -> re.Pattern[str]:
-    return re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
-
-
 @functools.lru_cache(maxsize=4096)
-def _pattern(action: str) -> re.Pattern[str]:
-    """An admissible action; a part in angle brackets stands for any text that is not empty."""
-    parts = [re.escape(part) for part in _ANY.split(_BLANKS.sub(" ", action.strip()))]
-    return re.compile(".+?".join(parts), re.DOTALL | re.IGNORECASE)
+def _pattern(action: str) -> Any:
+    """An admissible action; a part in angle brackets stands for any text that is not empty.
+
+    RE2 is linear in the text, however many such parts there are.
+    """
+    parts = [re2.escape(part) for part in _ANY.split(_BLANKS.sub(" ", action.strip()))]
+    return re2.compile("(?is)" + ".+?".join(parts))
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,13 @@ def parse_action(answer: str, admissible: Sequence[str] | None, options: Environ
         admissible: the environment's list, or None.
         options: ``action_tag``, ``required_tags`` and ``check_admissible``.
     """
-    valid = all(_pair(tag).search(answer) for tag in options.required_tags)
+    valid = all(tagged(answer, tag, any_case=True, most=1) for tag in options.required_tags)
     if options.action_tag is None:
         text = answer
     else:
-        found = _pair(options.action_tag).search(answer)
-        valid = valid and found is not None
-        text = found.group(1) if found else answer[-TAIL:]
+        found = tagged(answer, options.action_tag, any_case=True, most=1)
+        valid = valid and bool(found)
+        text = found[0] if found else answer[-TAIL:]
     text = _BLANKS.sub(" ", text.strip())
     if not text:
         return Action("", False)
@@ -138,6 +140,7 @@ class _Episode:
 
     task: str
     observation: Observation
+    shown: Observation
     calls: list[rows.ModelCall] = field(default_factory=list)
     past: list[tuple[str, str]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -168,7 +171,8 @@ class StepWiseLoop(AgentLoopBase):
 
     ``reward_score`` of every row is the episode's return, so estimators that know no steps work on the same rollout.
     ``reward_extra_info`` holds what verl reports in validation and training metrics ``trajectory/<name>`` repeat:
-    ``success``, ``steps``, ``valid_share``, ``truncated_prompts`` and ``failed``.
+    ``success``, ``steps``, ``valid_share``, ``truncated_prompts``, ``failed`` and ``control_tokens_split`` (see
+    `verl_ext.rollout.plain_text`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -176,6 +180,7 @@ class StepWiseLoop(AgentLoopBase):
         self.options = read_options(self.config)
         self.template: Template = load_template(self.options.template)
         self.prompt_length = int(self.rollout_config.prompt_length)
+        self.plain = PlainText(self.tokenizer)
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -190,6 +195,7 @@ class StepWiseLoop(AgentLoopBase):
             One output a step, in order; never empty.
 
         Raises:
+            EnvironmentFault: the environment broke, unless ``failed_trajectories`` says otherwise.
             EnvironmentUnavailable: the environment cannot be played on this machine, or all trajectories in it fail.
             ValueError: the row names no environment or no seed.
         """
@@ -201,7 +207,8 @@ class StepWiseLoop(AgentLoopBase):
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
         rule = str(options.invalid_action or getattr(load(name), "invalid_action", "pass"))
 
-        episode = _Episode("", Observation(""))
+        episode = _Episode("", Observation(""), Observation(""))
+        broken: EnvironmentFault | None = None
         session = open_session(
             name,
             arguments,
@@ -210,8 +217,8 @@ class StepWiseLoop(AgentLoopBase):
             processes=options.processes,
         )
         try:
-            episode.observation = await session.reset(seed)
-            episode.task = episode.observation.task
+            self._see(episode, await session.reset(seed))
+            episode.task = self.plain.text(episode.observation.task)
             for _ in range(options.max_steps):
                 ids, cut = await self._prompt(system, prompt, episode)
                 episode.truncated += cut
@@ -223,18 +230,27 @@ class StepWiseLoop(AgentLoopBase):
                     episode.stop_reason = STOP_DONE
                     break
         except EnvironmentFault as fault:
+            broken = fault
             episode.fail(fault)
         except _TooLong as error:
             episode.stop_reason, episode.stop_detail = STOP_TOO_LONG, str(error)
         finally:
             await session.close()
         self._note(name, seed, episode)
+        if broken is not None and options.failed_trajectories == "raise":
+            raise broken
         if not episode.calls:
             ids = await rows.encode(self, messages)
             call = rows.placeholder(self, ids, sampling_params, kwargs.get("global_steps"))
             call.fields = self._fields(episode.observation, Action("", False), 0.0, False)
             episode.calls.append(call)
         return self._rows(episode)
+
+    def _see(self, episode: _Episode, seen: Observation) -> None:
+        """Take in an observation: as it is for rows and rules, and as the prompt may show it."""
+        actions = None if seen.actions is None else tuple(map(self.plain.text, seen.actions))
+        text = seen.text[: CHARACTERS_A_TOKEN * self.prompt_length + 1]  # more is cut anyway
+        episode.observation, episode.shown = seen, Observation(self.plain.text(text), actions)
 
     @staticmethod
     def _note(name: str, seed: int, episode: _Episode) -> None:
@@ -249,7 +265,7 @@ class StepWiseLoop(AgentLoopBase):
     async def _act(self, session: Session, episode: _Episode, call: rows.ModelCall, rule: str, cut: bool) -> bool:
         """Carry out the action of an answer; whether the episode is over."""
         seen = episode.observation
-        answer = self.tokenizer.decode(call.response_ids, skip_special_tokens=True)
+        answer = await rows.decode(self, call.response_ids)
         action = parse_action(answer, seen.actions, self.options)
         call.fields = self._fields(seen, action, 0.0, cut)
         episode.calls.append(call)
@@ -262,8 +278,9 @@ class StepWiseLoop(AgentLoopBase):
                 step = await session.step(action.text)
             call.metrics.tool_calls = timing["tool_calls"]
         episode.rewards[-1] = call.fields["turn_reward"] = self.options.reward_scale * step.reward
-        episode.past.append((seen.text, action.text))
-        episode.observation = step.observation
+        episode.past.append((episode.shown.text, self.plain.text(action.text)))
+        if step.observation is not seen:
+            self._see(episode, step.observation)
         won = step.info.get("success", step.info.get("won"))
         if won is not None:
             episode.success = bool(won)
@@ -297,6 +314,7 @@ class StepWiseLoop(AgentLoopBase):
                 "valid_share": valid / max(played, 1),
                 "truncated_prompts": float(episode.truncated),
                 "failed": float(bool(episode.failure)),
+                "control_tokens_split": float(self.plain.split),
             },
             common={"stop_reason": episode.stop_reason, "stop_detail": episode.stop_detail},
             failure=episode.failure,
@@ -310,7 +328,7 @@ class StepWiseLoop(AgentLoopBase):
         Raises:
             _TooLong: it does not fit.
         """
-        past, seen = episode.past, episode.observation
+        past, seen = episode.past, episode.shown
         first = max(0, len(past) - int(self.options.history_length or 0))
         pairs = [(number + 1, *past[number]) for number in range(first, len(past))]
 

@@ -38,9 +38,11 @@ class EnvironmentOptions:
         agent_id: the row field ``agent_id``.
         reset_timeout_s: seconds for making the environment, and again for its reset.
         step_timeout_s: seconds for a step.
-        processes: environments alive at the same time in one agent loop worker; further trajectories wait.
-        failed_trajectories: what becomes of the rows of a trajectory whose environment failed. ``keep``: they are
-            trained on, the failed step has reward 0. ``mask``: they are in no statistic and not in the loss.
+        processes: environments alive at the same time in one agent loop worker, over all settings, idle ones that wait
+            for reuse included; further trajectories wait.
+        failed_trajectories: what becomes of a trajectory whose environment failed. ``raise``: it fails by name, and
+            counts as missing. ``keep``: its rows are trained on, the failed step has reward 0. ``mask``: its rows are
+            in no statistic and not in the loss.
     """
 
     name: str | None = None
@@ -57,7 +59,7 @@ class EnvironmentOptions:
     reset_timeout_s: float = 120.0
     step_timeout_s: float = 30.0
     processes: int = 256
-    failed_trajectories: Literal["keep", "mask"] = "keep"
+    failed_trajectories: Literal["raise", "keep", "mask"] = "raise"
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "processes"):

@@ -29,18 +29,8 @@ A run takes it by configuration alone: ``rollout.agent.default_agent_loop=verl_e
 with its ``agent_id``. See `verl_ext.rollout.orchestra.settings.OrchestraSettings` for all keys.
 """
 
-from verl_ext.rollout.orchestra.core import (
-    POLICY,
-    REASONS,
-    Agent,
-    BoundAgent,
-    Example,
-    OrchestraFailure,
-    Outcome,
-    Reply,
-    Task,
-    together,
-)
+from verl_ext.rollout.orchestra.agents import POLICY, REASONS, Agent, Example, OrchestraFailure, Reply
+from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task, together
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 
 __all__ = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an orchestration is made of: agents, their replies, the task, and the team that one trajectory runs.
+"""What an orchestration is made of: the task, calls and outcomes, and the team that one trajectory runs.
 
 Nothing here knows verl. `verl_ext.rollout.orchestra.loop` connects it to the rollout engine and the trainer.
 """
@@ -14,172 +14,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl_ext.rollout.orchestra.agents import (
+    EMPTY,
+    MAX_CALLS,
+    REWARD_ERROR,
+    Agent,
+    OrchestraFailure,
+    Reply,
+    read_answer,
+)
 from verl_ext.rollout.retrieval import Retrieval, Retriever
 
-POLICY = "policy"
-"""Name of the one model that is trained, the default of every agent."""
-
-#: Reasons for which a trajectory or a part of it can fail. They are counted in the metrics under these names.
-ERROR = "error"  # the orchestration raised
-ENGINE_TIMEOUT = "call_timeout"  # one call took longer than call_timeout_s
-TIME_LIMIT = "time_limit"  # the trajectory took longer than time_limit_s
-MAX_CALLS = "max_calls"
-OVERLONG = "overlong_prompt"  # the prompt does not fit and may not (or can't) be shortened
-REWARD_ERROR = "reward_error"
-REWARD_TIMEOUT = "reward_timeout"
-TOOL_ERROR = "tool_error"
-RETRIEVER_TIMEOUT = "retriever_timeout"
-RETRIEVER_ERROR = "retriever_error"
-EMPTY = "empty_response"  # the engine returned no token
-REASONS = (
-    ERROR,
-    ENGINE_TIMEOUT,
-    TIME_LIMIT,
-    MAX_CALLS,
-    OVERLONG,
-    REWARD_ERROR,
-    REWARD_TIMEOUT,
-    TOOL_ERROR,
-    RETRIEVER_TIMEOUT,
-    RETRIEVER_ERROR,
-    EMPTY,
-)
-
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-
-class OrchestraFailure(Exception):
-    """A call that could not be made or a judgement that could not be had. Uncaught, it ends its own trajectory.
-
-    Attributes:
-        reason: one of `REASONS`, or a short name of your own.
-        detail: one line for a person.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
-
-
-@dataclass(frozen=True)
-class Example:
-    """A demonstration: one message to an agent and the answer it should give.
-
-    Attributes:
-        user: the message, in the form in which the orchestration would put it.
-        assistant: the answer.
-    """
-
-    user: str
-    assistant: str
-
-    def __post_init__(self) -> None:
-        for name in ("user", "assistant"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"{name} is {value!r}; give text")
-
-
-def as_examples(given: Any) -> tuple[Example, ...]:
-    """Demonstrations of a list of `Example` or ``{user, assistant}``.
-
-    Raises:
-        ValueError: something else was given; the message numbers the example, from 1.
-    """
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise ValueError(f"examples are {given!r:.80}; give a list of {{user: ..., assistant: ...}}")
-    made = []
-    for number, one in enumerate(given, start=1):
-        if isinstance(one, Example):
-            made.append(one)
-            continue
-        if not isinstance(one, Mapping) or set(one) != {"user", "assistant"}:
-            raise ValueError(f"example {number} is {one!r:.80}; give {{user: ..., assistant: ...}}")
-        try:
-            made.append(Example(**one))
-        except ValueError as error:
-            raise ValueError(f"example {number}: {error}") from error
-    return tuple(made)
-
-
-@dataclass(frozen=True)
-class Agent:
-    """A member of a team. Usually made by the decorator `verl_ext.rollout.orchestra.agent`.
-
-    Attributes:
-        name: the row field ``agent_id``; an identifier.
-        role: what the agent is told it is and does; comes before the messages of every call. May be empty.
-        read: takes the text of an answer and returns what it says. If it can't be read it returns None or raises
-            ValueError, which makes the row ``is_action_valid=False``. None: the value of an answer is its text.
-        tools: names of tools that the agent may call by itself: verl's (``rollout.multi_turn.tool_config_path``,
-            ``function_tool_path``) or functions under verl's decorator ``function_tool``.
-        model: name of the model that answers. There is one so far, `POLICY`.
-        max_tokens: bound on the answer, on top of ``rollout.response_length``.
-        examples: demonstrations, chat turns between the role and the messages of every call. `read` must accept their
-            answers (an agent with tools may show a tool call instead).
-    """
-
-    name: str
-    role: str = ""
-    read: Callable[[str], Any] | None = None
-    tools: tuple[str, ...] = ()
-    model: str = POLICY
-    max_tokens: int | None = None
-    examples: tuple[Example, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"agent name {self.name!r}: use an identifier, such as 'solver'")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"agent {self.name}: max_tokens={self.max_tokens} must be at least 1")
-        for number, example in enumerate(self.examples, start=1):
-            if self.tools:
-                continue
-            unread = (
-                f"agent {self.name}: the answer of example {number}, {example.assistant!r:.80}, can't be read by the "
-                "agent's own function: an agent that copies it would make no valid action"
-            )
-            try:
-                value = _read(self, example.assistant)
-            except Exception as error:
-                raise ValueError(f"{unread} ({type(error).__name__}: {error})") from error
-            if value is None:
-                raise ValueError(unread)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            f"agent {self.name!r} answers inside a trajectory only: take it as a parameter of the orchestration, "
-            f"`async def my_team(task, {self.name})`, and call that"
-        )
-
-
-@dataclass
-class Reply:
-    """What an agent answered. One reply is one row; the orchestration may set the last three before it ends.
-
-    Attributes:
-        agent: name of the agent.
-        text: the decoded answer, without special tokens.
-        value: what the agent's ``read`` made of it; None if it could not be read.
-        tokens: number of response tokens.
-        truncated: the answer was cut at its longest length.
-        valid: the row field ``is_action_valid``; from the start, whether ``value`` is not None.
-        reward: reward of this call alone, on top of the outcome. See `Outcome`.
-        observation: the row field ``anchor_obs``; from the start, the content of the last message given.
-    """
-
-    agent: str
-    text: str
-    value: Any = None
-    tokens: int = 0
-    truncated: bool = False
-    valid: bool = True
-    reward: float = 0.0
-    observation: Any = ""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)
@@ -477,7 +323,7 @@ class Team:
         completion = await self._while_open(self.engine.complete(agent, messages))
         if not completion.response_ids:
             self.count(EMPTY)
-        value = _read(agent, completion.text)
+        value = read_answer(agent, completion.text)
         reply = Reply(
             agent=agent.name,
             text=completion.text,
@@ -542,6 +388,8 @@ class Team:
         return await self._settle(result)
 
     async def _settle(self, result: Any) -> Result:
+        for call in self.calls:
+            _finite(call.reply.reward, f"gave an answer of agent {call.agent.name}")
         if result is None:
             return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
         if isinstance(result, Reply):
@@ -566,25 +414,16 @@ class Team:
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def _read(agent: Agent, text: str) -> Any:
-    if agent.read is None:
-        return text
-    try:
-        return agent.read(text)
-    except ValueError:
-        return None
-
-
-def _finite(value: Any) -> float:
+def _finite(value: Any, did: str = "returned") -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"an orchestration returned {value!r:.80}: return a reward (number), an answer (text), an Outcome, or None "
+            f"an orchestration {did} {value!r:.80}: return a reward (number), an answer (text), an Outcome, or None "
             "for the sum of its calls' rewards"
         ) from None
     if not math.isfinite(number):
-        raise ValueError(f"an orchestration returned the reward {number}; a reward must be finite")
+        raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite")
     return number
 
 

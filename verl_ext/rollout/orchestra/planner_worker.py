@@ -8,21 +8,20 @@ other (``agent_id`` ``worker``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable
 from typing import Any, Literal
 
-from verl_ext.rollout.orchestra.core import BoundAgent, OrchestraFailure, Outcome, Reply, Task, together
+from verl_ext.rollout.orchestra.agents import OrchestraFailure, Reply
+from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task, together
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-
-_SUBTASK = re.compile(r"<subtask>(.*?)</subtask>", re.DOTALL)
+from verl_ext.rollout.tags import tagged
 
 
 @agent
 def planner(text: str) -> list[str] | None:
     """You plan the work of a team. Split the task into parts that can be done independently of each other, and write
     each as <subtask>what is to be done</subtask>. If it can't be split, write one subtask with all of it."""
-    parts = [part.strip() for part in _SUBTASK.findall(text)]
+    parts = [part.strip() for part in tagged(text, "subtask")]
     return [part for part in parts if part] or None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from verl_ext.integration.options import OptionError, _coerce
-from verl_ext.rollout.orchestra.core import POLICY, Agent, Example, as_examples
+from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 
 SHIPPED = {
     "solver_verifier": "verl_ext.rollout.orchestra.solver_verifier",

@@ -9,20 +9,21 @@ has an answer (our rule). The retriever is the one of ``verl_ext.orchestra.retri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from verl_ext.rewards.arguments import references
 from verl_ext.rewards.qa import normalize
-from verl_ext.rollout.orchestra.core import BoundAgent, OrchestraFailure, Outcome, Task
+from verl_ext.rollout.orchestra.agents import OrchestraFailure
+from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.retrieval import Passage, as_text
+from verl_ext.rollout.tags import tagged
 
 
 def _tagged(tag: str, text: str) -> str | None:
     """The last ``<tag>...</tag>`` of a text, stripped; None if there is none or it is empty."""
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    found = tagged(text, tag)
     return (found[-1].strip() or None) if found else None
 
 

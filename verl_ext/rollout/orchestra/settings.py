@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.integration.options import OptionError, _coerce, select
-from verl_ext.rollout.orchestra.core import POLICY, Agent, Example, as_examples
+from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
 

@@ -8,13 +8,11 @@ the option ``unparsable_verdict``, and the default is to go on.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-
-_VERDICT = re.compile(r"<verdict>\s*(approve|reject)\s*</verdict>", re.IGNORECASE)
+from verl_ext.rollout.tags import tagged
 
 
 @agent
@@ -28,8 +26,9 @@ def solver(text: str) -> str | None:
 def verifier(text: str) -> bool | None:
     """You check a solver's solution of a mathematical problem. Recompute what matters, name the first error you find,
     and end with your verdict: <verdict>approve</verdict> if the answer is right, <verdict>reject</verdict> if not."""
-    verdicts = _VERDICT.findall(text)
-    return verdicts[-1].lower() == "approve" if verdicts else None
+    verdicts = [verdict.strip().lower() for verdict in tagged(text, "verdict", any_case=True)]
+    given = [verdict for verdict in verdicts if verdict in ("approve", "reject")]
+    return given[-1] == "approve" if given else None
 
 
 @orchestra("solver_verifier")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads for what an agent loop must not do in its event loop: tokenising, decoding, judging.
+
+Each kind of work has threads of its own, as many as ``verl_ext.threads.<kind>`` says, so that a thousand slow
+judgements leave prompts to be tokenised, and neither takes the event loop's default threads from anyone else. Work
+waits for its turn before its time starts. Work that does not end in time can't be ended, only left behind: it keeps its
+thread, its place goes to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from verl_ext.integration.options import read, select
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MOST_LOST = 64
+"""So many threads of a kind may be held by work that does not end, before the process gives up."""
+
+
+class HeldThreads(RuntimeError):
+    """Too many threads are held by work that did not end in time and still runs: no more is begun."""
+
+
+@dataclass(frozen=True)
+class ThreadOptions:
+    """``verl_ext.threads.*``: threads in each process that runs agent loops.
+
+    Attributes:
+        tokenising: for prompts.
+        decoding: for answers.
+        judging: for verifiers and reward functions that are ordinary functions.
+    """
+
+    tokenising: int = 4
+    decoding: int = 2
+    judging: int = 16
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if getattr(self, one.name) < 1:
+                raise ValueError(f"{one.name} is {getattr(self, one.name)}; it must be at least 1")
+
+
+def read_threads(config: Any) -> ThreadOptions:
+    """The options of a composed configuration of verl.
+
+    Raises:
+        OptionError: unknown key or bad value.
+    """
+    return read(select(config, "verl_ext"), "threads", ThreadOptions, where="verl_ext.threads")
+
+
+class Threads:
+    """Threads for one kind of work.
+
+    Args:
+        kind: for messages and the threads' names.
+        size: how many work at the same time.
+    """
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size = kind, size
+        self.lost = 0
+        self.executor = self._executor()
+        # A semaphore belongs to one event loop.
+        self.places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.size, thread_name_prefix=f"verl_ext-{self.kind}")
+
+    async def run(self, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+        """``function(*args)`` in one of the threads.
+
+        Args:
+            function: what to do.
+            args: for it.
+            timeout_s: seconds that it may take once it has a thread.
+
+        Raises:
+            asyncio.TimeoutError: it took longer; it is left behind.
+            HeldThreads: too much work has been left behind that still runs.
+            Exception: what the function raises.
+        """
+        places = self.places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.size))
+        async with places:
+            if self.lost >= MOST_LOST:
+                raise HeldThreads(
+                    f"{self.lost} threads for {self.kind} are held by calls that did not end in time and still run; "
+                    "what they call hangs"
+                )
+            work = self.executor.submit(function, *args)
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(work), timeout_s)
+            finally:
+                if not work.done():
+                    self._leave(work)
+
+    def _leave(self, work: Future[Any]) -> None:
+        """Go on without the thread that still works: new work gets new threads, idle old ones end."""
+        self.lost += 1
+        work.add_done_callback(self._back)
+        self.executor.shutdown(wait=False)
+        self.executor = self._executor()
+
+    def _back(self, _: Future[Any]) -> None:
+        self.lost -= 1
+
+
+_kinds: dict[tuple[str, int], Threads] = {}
+_options: dict[int, tuple[Any, ThreadOptions]] = {}
+
+
+def threads(config: Any, kind: str) -> Threads:
+    """The threads of this process for a kind of work.
+
+    Args:
+        config: verl's whole config.
+        kind: ``tokenising``, ``decoding`` or ``judging``.
+    """
+    if id(config) not in _options:
+        _options[id(config)] = config, read_threads(config)  # the config is kept, so its id stays its own
+    size = getattr(_options[id(config)][1], kind)
+    return _kinds.setdefault((kind, size), Threads(kind, size))

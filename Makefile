@@ -3,6 +3,7 @@
 #   make quick  the tests of a change, in three minutes: all that take seconds, and two steps of verl's real trainer
 #   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
 #   make test-vllm   the tests with vLLM alone
+#   make test-verl VERL=PATH   the quick tests and three short runs on another verl: a checkout at PATH
 #   make lint   ruff and mypy
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -24,8 +25,13 @@ LOCKENV := build/lockenv
 # Test and demo run several processes: one computing thread each.
 export OMP_NUM_THREADS ?= 1
 
+# TRLOO on several turns, GRPO on one (with and without the plugin), HGPO step by step.
+RUNS_ON_OTHER_VERL := tests/e2e/test_demo.py::test_demo_writes_its_folder_and_resumes \
+	tests/e2e/test_inert.py::test_grpo_is_the_same_with_and_without_the_plugin \
+	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
+
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo quick test test-vllm lint format lock clean
+.PHONY: help venv venv-vllm demo quick test test-vllm test-verl lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +77,12 @@ test: $(STAMP_TEST) $(STAMP_VLLM)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
+
+# On a checkout of verl in place of the installed one, whatever version it claims; nothing of it is installed.
+test-verl: $(STAMP_TEST)
+	@test -f "$(VERL)/verl/version/version" || { echo "make: no checkout of verl at VERL=$(VERL)" >&2; exit 1; }
+	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not (slow or vllm or e2e)' $(ARGS)
+	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q $(RUNS_ON_OTHER_VERL) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -201,7 +201,9 @@ def test_another_verl_is_not_refused_for_its_version(monkeypatch: pytest.MonkeyP
 def test_what_verl_lacks_ends_the_run_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
-    monkeypatch.delattr(ContinuousTokenBuilder, "merge_context_tokens")
+    for spelling in ("merge_context_tokens", "merge_non_assistant_tokens"):
+        if hasattr(ContinuousTokenBuilder, spelling):
+            monkeypatch.delattr(ContinuousTokenBuilder, spelling)
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
     with pytest.raises(
         SystemExit, match="verl_ext: this verl lacks 1 .*merge_context_tokens or .*merge_non_assistant_tok"

@@ -29,6 +29,7 @@ from verl_ext.integration.trainer import VerlExtTrainer
 from verl_ext.platform.engine import CpuFsdpMixin
 
 PACKAGE = Path(verl_ext.__file__).parent
+MERGE = verl_api.first(ContinuousTokenBuilder, "merge_context_tokens", "merge_non_assistant_tokens").__name__
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_every_name_that_is_imported_is_on_the_list() -> None:
     [
         (
             ContinuousTokenBuilder,
-            "merge_context_tokens",
+            MERGE,
             "verl_ext_multi_turn needs .*merge_context_tokens or .*merge_non",
         ),
         (

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import verl.trainer.ppo.core_algos as core_algos
+import verl.workers.utils.losses as verl_losses
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import FSDPActorConfig
 
 from verl_ext.integration import losses
 from verl_ext.integration.config import KPOPolicyLossConfig
 from verl_ext.methods.kpo import kpo_loss_terms
 
+LARGEST = ("actor/kpo/log_ratio_abs_max", "actor/kpo/filtered_log_ratio_abs_max")
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -62,7 +65,25 @@ def test_loss_is_the_terms_under_verls_aggregation(mode: str, weighted: bool) ->
     assert metrics["actor/kpo/response_length_mean"] == pytest.approx(22 / 3)
     assert 0 <= metrics["actor/pg_clipfrac"] <= 1
     assert metrics["actor/kpo/filtered_log_ratio_std"] < metrics["actor/kpo/log_ratio_std"]
-    assert all(isinstance(value, float) for value in metrics.values())
+    assert {name for name, value in metrics.items() if not isinstance(value, float)} == set(LARGEST)
+    assert all(metrics[name].aggregation is AggregationType.MAX for name in LARGEST)
+
+
+def test_the_largest_log_ratio_is_a_maximum_over_micro_batches_and_ranks() -> None:
+    """By the line of verl's `ppo_loss` that makes every metric of a loss a mean, and verl's aggregation over ranks."""
+    data = tensors()
+    data["log_prob"] = data["old_log_prob"] + torch.tensor([0.1, 0.2, 0.0, 3.0])[:, None]
+    found = []
+    for row in (0, 1, 3):
+        _, metrics = losses.kpo(**{name: field[row : row + 1] for name, field in data.items()}, config=actor())
+        found.append(verl_losses.Metric.from_dict(metrics, aggregation=AggregationType.MEAN))
+    for name in LARGEST:
+        values = [metrics[name] for metrics in found]
+        assert all(isinstance(value, Metric) for value in values)
+        assert Metric.aggregate_dp(values) == max(value.aggregate() for value in values)
+    assert Metric.aggregate_dp([metrics[LARGEST[0]] for metrics in found]) == pytest.approx(3.0)
+    clipped = [metrics["actor/pg_clipfrac"] for metrics in found]
+    assert Metric.aggregate_dp(clipped) == pytest.approx(sum(value.aggregate() for value in clipped) / 3)
 
 
 def test_first_update_of_a_batch_is_the_policy_gradient() -> None:

@@ -6,9 +6,11 @@ the published rho; plain is ``torch.log_softmax(logits, -1).gather(-1, labels)``
 pass for old log-probabilities; forward and backward is from a gradient of every log-probability. Calls alternate on the
 same tensors, and a ratio is the median over neighbouring calls. Times are CPU seconds of the one thread that computes,
 so that other load on the machine does not count; with ``--threads`` above 1 wall-clock seconds, on a GPU its own clock.
-The logits are larger than 32 MB, as those of a micro-batch are. A smaller result of plain would be written into memory
-that the C library keeps from the call before, without the page faults that are most of its cost: there forward with all
-statistics takes about twice as long as plain, and the log-probability alone as long.
+The logits are larger than 32 MB, as those of a micro-batch are. Plain writes a result of that size, into fresh memory,
+whose page faults can be most of its cost, so that the ratio depends on the machine: on the price of a fault, on huge
+pages, on the second-level cache that the blocks of ours are cut for and on the width of its vectors. All of these are
+printed and in the JSON, with ``warm_plain_share``: the time of plain into memory that it has touched before, as a share
+of its usual time.
 
 Extra memory is the growth of the highest resident memory of a process of its own over forward and backward, less the
 gradient, as a fraction of the logits; on a GPU that of the allocator's peak. Traffic is the least that has to move
@@ -25,12 +27,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +43,7 @@ import torch
 from verl_ext.bench._memory import _fill_to_peak, _peak
 from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
-from verl_ext.methods.logits_pass import TokenStatistics, token_statistics
+from verl_ext.methods.logits_pass import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MOST, TokenStatistics, token_statistics
 
 VOCABULARIES = (32_768, 152_064)
 #: Bytes of the logits that are timed, and of those whose memory is measured.
@@ -96,6 +101,39 @@ def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.de
         block = logits[start : start + 64].normal_(generator=generator).mul_(2.0)
         block[:, 0] = 12.0
     return logits
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the ratio depends on: processor, caches, vector width, page state, block; and the warm share of plain."""
+    names = {
+        "l1_bytes": "SC_LEVEL1_DCACHE_SIZE",
+        "l2_bytes": "SC_LEVEL2_CACHE_SIZE",
+        "l3_bytes": "SC_LEVEL3_CACHE_SIZE",
+    }
+    caches = {key: os.sysconf(name) if name in os.sysconf_names else 0 for key, name in names.items()}
+    cpuinfo, pages = Path("/proc/cpuinfo"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    known = dict([part.strip() for part in line.split(":", 1)] for line in reversed(lines) if ":" in line)
+    model = " ".join(
+        [known.get("model name", platform.processor())]
+        + [f"{word} {known[word]}" for word in ("cpu family", "model", "stepping") if word in known]
+    )
+    logits = torch.randn(64, 152_064)
+    warm = torch.empty_like(logits)
+    clock = Clock(torch.device("cpu"), torch.get_num_threads())
+    fresh, again = alternate(
+        clock,
+        [lambda: torch.log_softmax(logits, -1), lambda: torch._log_softmax(logits, -1, False, out=warm)],
+        5,
+    )
+    return {
+        "cpu": model,
+        **caches,
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "huge_pages": pages.read_text().strip() if pages.exists() else "unknown",
+        "block_elements": BLOCK_ELEMENTS_MOST if device.type == "cuda" else BLOCK_ELEMENTS,
+        "warm_plain_share": statistics.median(again) / statistics.median(fresh),
+    }
 
 
 def compare_variants(
@@ -260,6 +298,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The dtype of the headline comes first.
     dtypes = ("bfloat16", "float32") if clock.cuda else ("float32", "bfloat16")
     print(f"torch {torch.__version__}, {where}, {clock.unit}, rho {PUBLISHED_RHO:.3e}")
+    on = machine(device)
+    print(
+        ", ".join(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in on.items())
+    )
     details: dict[str, dict[str, Any]] = {}
     for dtype in dtypes:
         print(f"\n{dtype} logits, {size >> 20} MB of them\n{HEADER}")
@@ -301,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if args.json:
         found_all = {**figures, "dtype": dtypes[0], "device": args.device, "threads": args.threads, "quick": args.quick}
-        print(json.dumps(rounded({**found_all, "details": details})))
+        print(json.dumps(rounded({**found_all, "machine": on, "details": details})))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration import wraps
 from verl_ext.methods.kpo import kpo_loss_terms, steady_state_gain, time_constant
 
 logger = logging.getLogger(__name__)
@@ -70,8 +71,14 @@ def kpo(
     return loss, _metrics(stats, options.kalman_q / options.kalman_r)
 
 
-def _metrics(stats: dict[str, Any], q: float) -> dict[str, float]:
-    """verl's own names where it has them, the filter's under ``actor/kpo``; one transfer from the device."""
+def _metrics(stats: dict[str, Any], q: float) -> dict[str, Any]:
+    """verl's own names where it has them, the filter's under ``actor/kpo``; one transfer from the device.
+
+    The largest log ratios are maxima over micro-batches and ranks, which verl would average.
+    """
+    from verl.utils.metric import AggregationType, Metric
+
+    wraps.replace(wraps.LOSS_METRICS, _keeping_metrics)
     names = [name for name, value in stats.items() if isinstance(value, torch.Tensor)]
     values = dict(zip(names, torch.stack([stats[name].double() for name in names]).tolist(), strict=True))
     _warn_if_short(values["mean_response_length"], q)
@@ -82,14 +89,28 @@ def _metrics(stats: dict[str, Any], q: float) -> dict[str, float]:
         "actor/kpo/clip_fraction_low": values["clip_fraction_low"],
         "actor/kpo/clip_fraction_high": values["clip_fraction_high"],
         "actor/kpo/log_ratio_std": values["log_ratio_std"],
-        "actor/kpo/log_ratio_abs_max": values["log_ratio_abs_max"],
+        "actor/kpo/log_ratio_abs_max": Metric(AggregationType.MAX, values["log_ratio_abs_max"]),
         "actor/kpo/filtered_log_ratio_std": values["filtered_log_ratio_std"],
-        "actor/kpo/filtered_log_ratio_abs_max": values["filtered_log_ratio_abs_max"],
+        "actor/kpo/filtered_log_ratio_abs_max": Metric(AggregationType.MAX, values["filtered_log_ratio_abs_max"]),
         "actor/kpo/max_log_ratio_fraction": values["max_log_ratio_fraction"],
         "actor/kpo/response_length_mean": values["mean_response_length"],
         "actor/kpo/time_constant_tokens": time_constant(q),
         "actor/kpo/steady_state_gain": steady_state_gain(q),
     }
+
+
+def _keeping_metrics(original: Any) -> Any:
+    """verl's class of metrics as its loss calls it, except that a metric with an aggregation of its own keeps it."""
+
+    class Metrics:
+        def __new__(cls, aggregation: Any, value: Any = None) -> Any:
+            return value if isinstance(value, original) else original(aggregation, value)
+
+        @classmethod
+        def from_dict(cls, data: dict[str, Any], aggregation: Any) -> dict[str, Any]:
+            return {name: cls(aggregation, value) for name, value in data.items()}
+
+    return Metrics
 
 
 def _warn_if_short(mean_response_length: float, q: float) -> None:

@@ -181,3 +181,10 @@ SUM_PI_SQUARED = Target(
     written_for="verl 0.9.1, utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",
     reason="it works in the dtype of the logits; from bfloat16 the result is wrong by up to a half",
 )
+LOSS_METRICS = Target(
+    module="verl.workers.utils.losses",
+    name="Metric",
+    parameters=("aggregation", "value"),
+    written_for="verl 0.9.1, workers/utils/losses.py:116 `ppo_loss`",
+    reason="every metric of a policy loss is made a mean over micro-batches and ranks; a maximum has no way through",
+)

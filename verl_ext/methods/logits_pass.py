@@ -16,7 +16,7 @@ The set is a constant for the gradient:
 
     d log pi(y) / d x_b = (1[b = y] - pi(b)) / T        dH / d x_b = -pi(b) (log pi(b) + H) / T        0 off V_S
 
-Sums are of float32 terms, by blocks whose partial sums are added in float64; what is done once a row is in float64.
+Sums over the vocabulary are of float32 terms; what is done once a row is in float64.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,9 +33,21 @@ import torch
 
 __all__ = ["OUT_OF_SET_FLOOR", "TokenStatistics", "token_statistics"]
 
-#: Elements of one block on CPU, a thread: few enough that it and its float32 work buffers stay in the cache, enough
-#: that the calls into torch cost little beside it.
-BLOCK_ELEMENTS = 5 << 16
+#: Bytes of a core's second-level cache where the system does not tell.
+USUAL_CACHE = 1 << 20
+
+
+def _cache_bytes() -> int:
+    """Bytes of a core's second-level cache."""
+    try:
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or USUAL_CACHE
+    except (AttributeError, ValueError, OSError):
+        return USUAL_CACHE
+
+
+#: Elements of one block on CPU, a thread: it and three float32 work buffers fill the second-level cache; of 256 kB at
+#: least, so that the calls into torch cost little beside it.
+BLOCK_ELEMENTS = max(1 << 16, _cache_bytes() // 16)
 #: Elements of one block at most, and where plain torch runs on an accelerator: buffers of 4 MB.
 BLOCK_ELEMENTS_MOST = 1 << 20
 
@@ -43,7 +56,6 @@ OUT_OF_SET_FLOOR = -1e4
 
 BACKENDS = ("auto", "torch", "triton")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LOG2E = 1.0 / math.log(2.0)
 
 
 class TokenStatistics(NamedTuple):
@@ -203,13 +215,13 @@ class Sums(NamedTuple):
     label: torch.Tensor  #: x at the label
     full: torch.Tensor  #: sum of e, the whole vocabulary, float64 as the others
     kept: torch.Tensor  #: sum of e, the set
-    surprise: torch.Tensor | None  #: sum of e log2 e, the set
+    surprise: torch.Tensor | None  #: sum of e ln e, the set
     squares: torch.Tensor | None  #: sum of e^2, the set
     size: torch.Tensor | None  #: number of tokens in the set
 
 
 class Weights(NamedTuple):
-    """What the backward pass needs of each computed row: gradient = e (constant + slope log2 e) on the set, and
+    """What the backward pass needs of each computed row: gradient = e (constant + slope ln e) on the set, and
     `label` at the label; [N]."""
 
     constant: torch.Tensor
@@ -249,7 +261,7 @@ class _Pass(torch.autograd.Function):
                 kept_mass = (sums.kept / sums.full).to(dtype)
                 size = sums.size.long()
             if sums.surprise is not None:
-                spread = log_kept - sums.surprise / sums.kept * math.log(2.0)
+                spread = log_kept - sums.surprise / sums.kept
             if sums.squares is not None:
                 squares = (sums.squares / sums.kept.square()).to(dtype)
         per_row = None if isinstance(temperature, float) else temperature
@@ -307,9 +319,9 @@ def _weights(
         label = label - torch.where(grad == 0.0, 0.0, grad * log_probs.expm1())
     if grad_entropy is not None and entropy is not None:
         grad = grad_entropy.double()
-        # log pi = ln 2 log2 e - ln kept
+        # log pi = ln e - ln kept
         constant = constant - torch.where(grad == 0.0, 0.0, grad * (entropy - kept.log()))
-        slope = -grad * math.log(2.0)
+        slope = -grad
         probability = log_probs.exp()
         outside = (grad == 0.0) | (probability == 0.0)
         if in_set is not None:
@@ -371,74 +383,58 @@ def _spans(views: list[torch.Tensor], rows: np.ndarray | None) -> Iterator[_Span
         base += count
 
 
-class _Tiles:
-    """The cut of spans into blocks of rows and of blocks into tiles of columns, and work buffers of a tile's size."""
+class _Blocks:
+    """The cut of spans into blocks of whole rows, and work buffers of a block's size."""
 
     def __init__(self, logits: torch.Tensor, buffers: int):
-        self.vocabulary = logits.shape[-1]
         self.dtype = _compute_dtype(logits)
-        if logits.device.type == "cpu":
-            elements = min(BLOCK_ELEMENTS * torch.get_num_threads(), BLOCK_ELEMENTS_MOST)
-        else:
-            elements = BLOCK_ELEMENTS_MOST
-        total = math.prod(logits.shape[:-1])
-        self.rows = max(1, min(total, elements // self.vocabulary))
-        pieces = -(-self.vocabulary // elements)
-        step = -(-self.vocabulary // pieces)
-        self.columns = [(start, min(start + step, self.vocabulary)) for start in range(0, self.vocabulary, step)]
-        self._buffers = [torch.empty(self.rows * step, dtype=self.dtype, device=logits.device) for _ in range(buffers)]
+        on_cpu = logits.device.type == "cpu"
+        elements = min(BLOCK_ELEMENTS * torch.get_num_threads(), BLOCK_ELEMENTS_MOST) if on_cpu else BLOCK_ELEMENTS_MOST
+        self.rows = max(1, min(math.prod(logits.shape[:-1]), elements // logits.shape[-1]))
+        shape = (self.rows, logits.shape[-1])
+        self._buffers = [torch.empty(shape, dtype=self.dtype, device=logits.device) for _ in range(buffers)]
         self._copy = None
         if logits.dtype != self.dtype:
-            self._copy = torch.empty(self.rows, self.vocabulary, dtype=self.dtype, device=logits.device)
+            self._copy = torch.empty(shape, dtype=self.dtype, device=logits.device)
 
-    def blocks(self, span: _Span) -> Iterator[tuple[int, int, int]]:
-        """First and last row in the view, and the first computed row, of each block of the span."""
+    def of(self, span: _Span) -> Iterator[tuple[int, int, slice]]:
+        """First and last row in the view, and the computed rows, of each block of the span."""
         for first in range(span.first, span.last, self.rows):
-            yield first, min(first + self.rows, span.last), span.start + first - span.first
+            last, start = min(first + self.rows, span.last), span.start + first - span.first
+            yield first, last, slice(start, start + last - first)
 
     def load(self, block: torch.Tensor) -> torch.Tensor:
         """The block in the dtype of the computation; a copy is overwritten by the next load."""
         return block if self._copy is None else self._copy[: block.shape[0]].copy_(block)
 
-    def buffers(self, rows: int, columns: int) -> list[torch.Tensor]:
-        if len(self.columns) == 1 and rows == self.rows:
-            return [buffer.view(rows, columns) for buffer in self._buffers]
-        return [buffer[: rows * columns].view(rows, columns) for buffer in self._buffers]
+    def buffers(self, rows: int) -> list[torch.Tensor]:
+        return [buffer[:rows] for buffer in self._buffers]
 
 
-class _Exponent:
-    """log2 e of every logit, given the largest of each row: zero for the largest, to the last digit."""
-
-    def __init__(self, largest: torch.Tensor, temperature: float | torch.Tensor):
-        self.largest = largest[:, None]
-        factor = _LOG2E / temperature
-        self.factor = factor[:, None] if isinstance(factor, torch.Tensor) else factor
-
-    def __call__(self, tile: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return torch.sub(tile, self.largest, out=out).mul_(self.factor)
+def _column(value: float | torch.Tensor) -> float | torch.Tensor:
+    return value[:, None] if isinstance(value, torch.Tensor) else value
 
 
-class _Set:
-    """1.0 where a logit is in the safe set and 0.0 where it is not, given the largest of each row."""
+def _exponent(tile: torch.Tensor, largest: torch.Tensor, temperature: float | torch.Tensor, out: torch.Tensor) -> Any:
+    """ln e of every logit, in `out`: zero for the largest, to the last digit."""
+    torch.sub(tile, largest[:, None], out=out)
+    return out if isinstance(temperature, float) and temperature == 1.0 else out.mul_(_column(1.0 / temperature))
 
-    def __init__(self, largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float):
-        self.bound = _bound(largest, temperature, log_rho)[:, None]
-        self.divisor = None
-        if isinstance(temperature, torch.Tensor):
-            self.divisor = temperature[:, None]
-        elif temperature != 1.0:
-            self.divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
 
-    def __call__(self, tile: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if self.divisor is not None:
-            tile = torch.div(tile, self.divisor, out=out)
-        return torch.ge(tile, self.bound, out=out)
+def _inside(
+    tile: torch.Tensor, largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float, out: torch.Tensor
+) -> torch.Tensor:
+    """1.0 where a logit is in the safe set and 0.0 where it is not, in `out`."""
+    if not (isinstance(temperature, float) and temperature == 1.0):
+        divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
+        tile = torch.div(tile, _column(divisor) if divisor.dim() else divisor, out=out)
+    return torch.ge(tile, _bound(largest, temperature, log_rho)[:, None], out=out)
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """log2 of a number that is 0 in `dtype`: an exponent is raised to it where e, zero there, multiplies it, since
+    """Logarithm of a number that is 0 in `dtype`: an exponent is raised to it where e, zero there, multiplies it, since
     0 times -inf has no value."""
-    return -1100.0 if dtype == torch.float64 else -200.0
+    return -760.0 if dtype == torch.float64 else -140.0
 
 
 def _sums(
@@ -451,63 +447,32 @@ def _sums(
     squares: bool,
 ) -> Sums:
     """The sums of forward. A block is read from memory once; the operations on it find it in the cache."""
-    count = labels.shape[0]
-    pruned = log_rho is not None
-    tiles = _Tiles(logits, buffers=1 + entropy + pruned)
-    pieces = len(tiles.columns)
-
-    def empty(*shape: int, wanted: bool = True) -> torch.Tensor | None:
-        return torch.empty(shape, dtype=tiles.dtype, device=logits.device) if wanted else None
-
-    largest, label = torch.empty(2, count, dtype=tiles.dtype, device=logits.device)
-    full = torch.empty(pieces, count, dtype=tiles.dtype, device=logits.device)
-    kept, size = empty(pieces, count, wanted=pruned), empty(pieces, count, wanted=pruned)
-    surprise, square = empty(pieces, count, wanted=entropy), empty(pieces, count, wanted=squares)
-    lowest = _lowest(tiles.dtype)
-    # Logits of -inf are rare, and reading a result back is slow where the device runs behind.
-    clamps = logits.device.type != "cpu"
-    selected = None if rows is None else rows.cpu().numpy()
-    for span in _spans(_views(logits), selected):
-        stop = span.start + span.last - span.first
-        label[span.start : stop] = (
-            span.view[span.first : span.last].gather(-1, labels[span.start : stop, None]).squeeze(-1)
-        )
-        for first, last, start in tiles.blocks(span):
-            block = tiles.load(span.view[first:last])
-            part = slice(start, start + last - first)
-            top = torch.amax(block, -1, out=largest[part])
-            scale = temperature if isinstance(temperature, float) else temperature[part]
-            exponent = _Exponent(top, scale)
-            inside = None if log_rho is None else _Set(top, scale, log_rho)
-            piece = 0
-            while piece < pieces:
-                left, right = tiles.columns[piece]
-                tile = block if pieces == 1 else block[:, left:right]
-                u, *spare = tiles.buffers(last - first, right - left)
-                exponent(tile, u)
-                e = torch.exp2(u, out=spare.pop() if surprise is not None else u)
-                torch.sum(e, -1, out=full[piece, part])
-                if inside is not None and kept is not None and size is not None:
-                    mask = inside(tile, spare.pop())
-                    torch.sum(mask, -1, out=size[piece, part])
-                    torch.sum(e.mul_(mask), -1, out=kept[piece, part])
-                if surprise is not None:
-                    if clamps:
-                        u.clamp_(min=lowest)
-                    torch.sum(u.mul_(e), -1, out=surprise[piece, part])
-                    if not clamps and bool(surprise[piece, part].isnan().any()):
-                        clamps = True  # a logit of -inf: this tile again, and the next ones at once
-                        continue
-                if square is not None:
-                    torch.sum(e.mul_(e), -1, out=square[piece, part])
-                piece += 1
-
-    def total(parts: torch.Tensor | None) -> torch.Tensor | None:
-        return None if parts is None else parts.double().sum(0)
-
-    whole = full.double().sum(0)
-    inner = total(kept)
-    return Sums(largest, label, whole, whole if inner is None else inner, total(surprise), total(square), total(size))
+    blocks = _Blocks(logits, buffers=1 + entropy + (log_rho is not None))
+    names = ["largest", "label", "full"] + ["size", "kept"] * (log_rho is not None)
+    names += ["surprise"] * entropy + ["squares"] * squares
+    parts = [torch.empty(len(names), 0, dtype=blocks.dtype, device=logits.device)]
+    for span in _spans(_views(logits), None if rows is None else rows.cpu().numpy()):
+        for first, last, computed in blocks.of(span):
+            block = blocks.load(span.view[first:last])
+            largest = block.amax(-1)
+            scale = temperature if isinstance(temperature, float) else temperature[computed]
+            u, *spare = blocks.buffers(last - first)
+            _exponent(block, largest, scale, u)
+            e = torch.exp(u, out=spare.pop() if entropy else u)
+            found = [largest, block.gather(-1, labels[computed, None]).squeeze(-1), e.sum(-1)]
+            if log_rho is not None:
+                inside = _inside(block, largest, scale, log_rho, spare.pop())
+                found += [inside.sum(-1), e.mul_(inside).sum(-1)]
+            if entropy:
+                found.append(u.clamp_(min=_lowest(blocks.dtype)).mul_(e).sum(-1))
+            if squares:
+                found.append(e.mul_(e).sum(-1))
+            parts.append(torch.stack(found))
+    table = dict(zip(names, torch.cat(parts, dim=1), strict=True))
+    double = {name: sums.double() for name, sums in table.items()}
+    full = double["full"]
+    kept, surprise, square = double.get("kept", full), double.get("surprise"), double.get("squares")
+    return Sums(table["largest"], table["label"], full, kept, surprise, square, double.get("size"))
 
 
 def _gradient(
@@ -534,36 +499,28 @@ def _gradient(
     slope = None if weights.slope is None else of_active(weights.slope).to(dtype)[:, None]
     scales = temperature if isinstance(temperature, float) else of_active(temperature)
     converts = logits.dtype != dtype
-    pruned = log_rho is not None
-    tiles = _Tiles(logits, buffers=(slope is not None) + pruned)
-    lowest = _lowest(dtype)
+    blocks = _Blocks(logits, buffers=(slope is not None) + (log_rho is not None))
     written = 0
     for span in _spans(_views(logits), None if active.shape[0] == flat.shape[0] else active.cpu().numpy()):
         base = int(active[span.start]) - span.first
         flat[written : base + span.first].zero_()
         written = base + span.last
-        for first, last, start in tiles.blocks(span):
-            block = tiles.load(span.view[first:last])
-            part = slice(start, start + last - first)
-            scale = scales if isinstance(scales, float) else scales[part]
-            exponent = _Exponent(top[part], scale)
-            inside = None if log_rho is None else _Set(top[part], scale, log_rho)
-            into = flat[base + first : base + last]
-            for left, right in tiles.columns:
-                tile = block[:, left:right]
-                target = into[:, left:right]
-                spare = tiles.buffers(last - first, right - left)
-                mask = None if inside is None else inside(tile, spare.pop())
-                e = tile if converts else target
-                if slope is None:
-                    torch.exp2(exponent(tile, e), out=e).mul_(constant[part])
-                else:
-                    u = exponent(tile, spare.pop())
-                    torch.exp2(u, out=e).mul_(u.clamp_(min=lowest).mul_(slope[part]).add_(constant[part]))
-                if mask is not None:
-                    e.mul_(mask)
-                if converts:
-                    target.copy_(e)
+        for first, last, computed in blocks.of(span):
+            block = blocks.load(span.view[first:last])
+            scale = scales if isinstance(scales, float) else scales[computed]
+            target = flat[base + first : base + last]
+            spare = blocks.buffers(last - first)
+            inside = None if log_rho is None else _inside(block, top[computed], scale, log_rho, spare.pop())
+            e = block if converts else target
+            if slope is None:
+                _exponent(block, top[computed], scale, e).exp_().mul_(constant[computed])
+            else:
+                u = _exponent(block, top[computed], scale, spare.pop())
+                torch.exp(u, out=e).mul_(u.clamp_(min=_lowest(dtype)).mul_(slope[computed]).add_(constant[computed]))
+            if inside is not None:
+                e.mul_(inside)
+            if converts:
+                target.copy_(e)
     flat[written:].zero_()
     flat[active, of_active(labels)] = of_active(weights.label).to(logits.dtype)
     return gradient

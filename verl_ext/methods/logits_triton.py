@@ -14,6 +14,7 @@ CPU tensors, slowly, which is how they are tested without a GPU.
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -242,7 +243,7 @@ def sums(
         label,
         full.double(),
         (kept if pruned else full).double(),
-        surprise.double() if entropy else None,
+        surprise.double() * math.log(2.0) if entropy else None,
         square.double() if squares else None,
         size if pruned else None,
     )
@@ -266,7 +267,7 @@ def gradient(
         computed = torch.arange(labels.shape[0], device=logits.device)
         slots[slice(None) if rows is None else rows] = torch.where(weights.active, computed, -1)
         constant, label = weights.constant.float(), weights.label.float()
-        slope = constant if weights.slope is None else weights.slope.float()
+        slope = constant if weights.slope is None else (weights.slope * math.log(2.0)).float()  # of powers of 2
         temperatures, step, scaled = _temperatures(temperature, logits.device)
         tile = _tile(vocabulary)
         _backward[(total, triton.cdiv(vocabulary, tile))](

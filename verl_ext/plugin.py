@@ -174,6 +174,11 @@ def _training_engines(module: Any) -> None:
 def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration import wraps
+        from verl_ext.integration.lost_rollouts import noting
+
+        wraps.replace(wraps.RUN_AGENT_LOOP, noting)
 
 
 AGENT_LOOPS = {

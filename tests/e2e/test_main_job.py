@@ -148,13 +148,27 @@ def test_nan_reward_is_named(lab: Lab) -> None:
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 
-def test_rollout_that_raises_is_seen_and_the_run_goes_on(lab: Lab) -> None:
+def test_lost_rollouts_end_the_run_with_the_first_traceback(lab: Lab) -> None:
     loop, environment = scripted(lab, "one_raises")
-    run = lab.run("raises", overrides=loop, environment=environment).check()
+    run = lab.run("raises", overrides=loop, environment=environment)
+    assert run.code != 0 and 1 not in run.metrics
+    (line,) = {line.split("MissingRollouts: ")[1] for line in run.log.splitlines() if "MissingRollouts: " in line}
+    assert line.startswith("4 of 16 rollouts were lost, because their agent loop raised; verl_ext.max_missing_share=")
+    assert "RuntimeError: the environment is gone" in run.log.split("MissingRollouts: ")[-1]
+
+
+def test_rollouts_that_may_be_lost_are_counted_and_count_as_failures_in_validation(lab: Lab) -> None:
+    """One of four rollouts of every prompt dies; in validation verl would take the mean over the other three."""
+    loop, environment = scripted(lab, "one_raises")
+    more = ["+verl_ext.max_missing_share=0.3", "trainer.val_before_train=true"]
+    more += ["actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.do_sample=true"]
+    run = lab.run("raises_seldom", overrides=[*loop, *more], environment=environment).check()
     metrics = run.metrics[2]
     assert metrics["rollout/missing_trajectories"] == 4 and metrics["rollout/trajectories"] == 12
-    assert metrics["trloo/turn_0/rows"] == 12
-    assert "the environment is gone" in run.log and "4 of 16 rollouts of this batch are missing" in run.log
+    assert metrics["trloo/turn_0/rows"] == 12 and "the environment is gone" in run.log
+    validation = run.metrics[0]
+    assert validation["val-aux/missing_rollouts"] == 32
+    assert validation["val-core/toy/reward/mean@4"] == 0.75  # every rollout that ends has reward 1
 
 
 VARIANTS = {

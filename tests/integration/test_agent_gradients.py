@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from verl_ext.integration import agent_gradients
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
 from verl_ext.integration.columns import ActiveBatch, RowFieldMissing, active
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts import agent_gradients
 
 
 def config(value: Any = True, **changes: Any) -> Any:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from verl_ext.integration import checks, columns
+from verl_ext.integration import columns
+from verl_ext.integration.parts import methods
 
 
 def test_key_is_split_from_the_right() -> None:
@@ -62,9 +63,9 @@ def test_single_turn_data_is_recognised_among_padding() -> None:
 
 def test_nan_reward_names_prompt_trajectory_and_turn() -> None:
     fields = {"turn_reward": np.array([0.0, float("nan"), float("nan")]), "valid_row": np.array([True, True, False])}
-    with pytest.raises(checks.BatchError, match=r"uid q, trajectory q_4, turn 2 \(1 such rows"):
-        checks.check_rewards(fields, torch.zeros(3, 2), ["q_4_1", "q_4_2", "q_5_0"])
+    with pytest.raises(columns.BatchError, match=r"uid q, trajectory q_4, turn 2 \(1 such rows"):
+        methods.check_rewards(fields, torch.zeros(3, 2), ["q_4_1", "q_4_2", "q_5_0"])
     fields = {"valid_row": np.array([True])}
-    with pytest.raises(checks.BatchError, match="reward inf"):
-        checks.check_rewards(fields, torch.tensor([[0.0, float("inf")]]), ["q_4_1"])
-    checks.check_rewards({"valid_row": np.array([False])}, torch.tensor([[float("nan")]]), ["q_4_1"])
+    with pytest.raises(columns.BatchError, match="reward inf"):
+        methods.check_rewards(fields, torch.tensor([[0.0, float("inf")]]), ["q_4_1"])
+    methods.check_rewards({"valid_row": np.array([False])}, torch.tensor([[float("nan")]]), ["q_4_1"])

@@ -24,14 +24,20 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_ext import plugin
-from verl_ext.integration import checks, dvp, engine
+from verl_ext.integration import checks, dvp, engine, wraps
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.pruning import Outside, Pruning, hide_outside
 from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
 
 RHO = 6.144e-6
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def run_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the launch callback leaves the environment of every process."""
+    monkeypatch.setenv(wraps.STRICT, "1")
 
 
 @functools.cache
@@ -180,11 +186,11 @@ def test_mismatch_metrics_without_pruning_are_one_key() -> None:
 
 
 def test_a_run_without_the_launch_callback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(plugin.STRICT, raising=False)
+    monkeypatch.delenv(wraps.STRICT)
     with pytest.raises(OptionError, match=r"not started with a recipe\. Use \+recipe=dvp"):
-        dvp.Pruning.of(config())
-    monkeypatch.setenv(plugin.STRICT, "1")
-    assert dvp.Pruning.of(config()).rho == RHO
+        Pruning(config())
+    monkeypatch.setenv(wraps.STRICT, "1")
+    assert Pruning(config()).rho == RHO
 
 
 # ---- the sampler -------------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ def test_min_p_reaches_every_request(cls: type, rollout: str) -> None:
     """Through verl's own clients, in training and validation, for loops that pass their parameters on or cut them."""
     cfg, server = config(rollout=rollout), Server()
     plain = client(cls, cfg, server)
-    made = dvp.Pruning(cfg).guard(plain)
+    made = Pruning(cfg).client(plain)
     assert made is plain and isinstance(made, cls)
     given = dict(TRAIN)
     asyncio.run(made.generate("r", prompt_ids=[1, 2], sampling_params=given))
@@ -244,7 +250,7 @@ def test_min_p_reaches_every_request(cls: type, rollout: str) -> None:
 @pytest.mark.parametrize("cls", [LLMServerClient, FullyAsyncLLMServerClient])
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_client_travels_to_the_agent_loops(cls: type, dumps: Any) -> None:
-    made = dvp.Pruning(config()).guard(cls(config=OmegaConf.create({"a": 1})))
+    made = Pruning(config()).client(cls(config=OmegaConf.create({"a": 1})))
     again = pickle.loads(dumps(made))
     assert type(again) is type(made) and again._verl_ext_sampler.rho == RHO and again.config == {"a": 1}
     assert dvp.guard(again, made._verl_ext_sampler) is again  # once
@@ -265,7 +271,7 @@ def test_client_travels_to_the_agent_loops(cls: type, dumps: Any) -> None:
 )
 def test_a_loop_that_samples_from_another_distribution_is_refused(change: dict[str, Any], message: str) -> None:
     cfg, server = config(), Server()
-    made = dvp.Pruning(cfg).guard(client(LLMServerClient, cfg, server))
+    made = Pruning(cfg).client(client(LLMServerClient, cfg, server))
     with pytest.raises(OptionError, match=message):
         ask(made, **{**TRAIN, **change})
     assert server.requests == []
@@ -274,12 +280,12 @@ def test_a_loop_that_samples_from_another_distribution_is_refused(change: dict[s
 def test_without_dvp_the_client_is_verls() -> None:
     cfg = config(recipe="grpo")
     made = LLMServerClient(config=cfg)
-    assert dvp.Pruning(cfg).guard(made) is made and type(made) is LLMServerClient
+    assert Pruning(cfg).client(made) is made and type(made) is LLMServerClient
 
 
 def test_embedded_server_takes_what_the_client_sends() -> None:
     cfg, server = config(rollout="embedded"), Server()
-    ask(dvp.Pruning(cfg).guard(client(LLMServerClient, cfg, server)), **TRAIN)
+    ask(Pruning(cfg).client(client(LLMServerClient, cfg, server)), **TRAIN)
     params = SamplingParams.from_dict(server.requests[0]["sampling_params"], default_max_tokens=4, max_tokens_limit=8)
     assert params.min_p == RHO and params.temperature == 1.0 and params.top_p == 1.0 and params.top_k == -1
 
@@ -368,7 +374,7 @@ def test_embedded_engine_samples_inside_the_trainers_set(temperature: float) -> 
 def test_what_reaches_the_engine(rollout: str) -> None:
     """The last of verl's code before vLLM and SGLang: engine arguments and sampling parameters, as they leave it."""
     cfg, end = config(rollout=rollout), Server()
-    ask(dvp.Pruning(cfg).guard(client(LLMServerClient, cfg, end)), **TRAIN)
+    ask(Pruning(cfg).client(client(LLMServerClient, cfg, end)), **TRAIN)
     node = OmegaConf.to_container(cfg.actor_rollout_ref.rollout, resolve=True)
     done = subprocess.run(
         [
@@ -413,8 +419,8 @@ def reported(**changed: Any) -> dict[str, torch.Tensor]:
 
 
 def test_sampled_tokens_outside_the_set_leave_the_batch_and_are_reported() -> None:
-    pruning, metrics = dvp.Pruning(config()), {}
-    changed = pruning._after(reported(), ["a_0_0", "b_0_0"], metrics)
+    pruning = Pruning(config())
+    changed, metrics = pruning._after(reported(), ["a_0_0", "b_0_0"]), pruning.metrics
     assert changed["response_mask"].tolist() == [[1, 1, 0, 1, 0], [1, 0, 1, 0, 0]] and set(changed) == {"response_mask"}
     assert metrics["dvp/out_of_set_fraction"] == pytest.approx(2 / 7)
     # of the first row's four tokens the last quarter is outside; of the second's three the second (places 0, 1, 2 of 3)
@@ -435,8 +441,7 @@ def test_sampled_tokens_outside_the_set_leave_the_batch_and_are_reported() -> No
 
 
 def test_sglang_log_probs_are_renormalised_on_arrival() -> None:
-    pruning, metrics = dvp.Pruning(config(rollout="sglang")), {}
-    changed = pruning._after(reported(), ["a_0_0", "b_0_0"], metrics)
+    changed = Pruning(config(rollout="sglang"))._after(reported(), ["a_0_0", "b_0_0"])
     expected = (
         reported()["rollout_log_probs"]
         - torch.where(reported()["response_mask"].bool(), reported()[engine.KEPT_MASS], 1.0).log()
@@ -446,11 +451,11 @@ def test_sglang_log_probs_are_renormalised_on_arrival() -> None:
 
 
 def test_nothing_outside_changes_nothing() -> None:
-    pruning, metrics = dvp.Pruning(config()), {}
+    pruning = Pruning(config())
     inside = reported()
     inside[engine.IN_SET] = torch.ones(2, 5)
-    assert pruning._after(inside, ["a_0_0", "b_0_0"], metrics) == {} and pruning.outside is None
-    assert metrics["dvp/out_of_set_fraction"] == 0.0
+    assert pruning._after(inside, ["a_0_0", "b_0_0"]) == {} and pruning.outside is None
+    assert pruning.metrics["dvp/out_of_set_fraction"] == 0.0
     from verl import DataProto
 
     data = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 5)})
@@ -458,9 +463,10 @@ def test_nothing_outside_changes_nothing() -> None:
 
 
 def test_mismatch_without_pruning() -> None:
-    pruning, metrics = dvp.Pruning(config("+verl_ext.mismatch_metrics=true", recipe="grpo")), {}
+    pruning = Pruning(config("+verl_ext.mismatch_metrics=true", recipe="grpo"))
+    metrics = pruning.metrics
     plain = {name: value for name, value in reported().items() if not name.startswith("dvp_")}
-    assert pruning._after(plain, ["a_0_0", "b_0_0"], metrics) == {}
+    assert pruning._after(plain, ["a_0_0", "b_0_0"]) == {}
     assert metrics["mismatch/max"] == pytest.approx(11.0)
     assert metrics["mismatch/p_0.1_0.5/count"] == 2 and metrics["mismatch/p_0.1_0.5/mean"] == pytest.approx(0.05)
     assert not any(name.startswith(("dvp/", "mismatch_unpruned")) for name in metrics)
@@ -483,7 +489,7 @@ def test_bins_of_the_mismatch() -> None:
     assert dvp.mismatch_metrics(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
 
 
-def advantages(name: str, mask: torch.Tensor, pruning: dvp.Pruning | None) -> Any:
+def advantages(name: str, mask: torch.Tensor, pruning: Pruning | None) -> Any:
     """verl's advantage computation on two samples of a prompt, with the tokens of `pruning` shown and hidden again."""
     from verl import DataProto
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
@@ -504,7 +510,7 @@ def advantages(name: str, mask: torch.Tensor, pruning: dvp.Pruning | None) -> An
     shown = None if pruning is None else pruning.show_outside(data, keys)
     cfg = OmegaConf.create({"gamma": 1.0, "norm_adv_by_std_in_grpo": True})
     data = compute_advantage_for_multi_trajectories(data, keys, name, config=cfg, gamma=1.0, lam=1.0)
-    dvp.hide_outside(data, shown)
+    hide_outside(data, shown)
     return data
 
 
@@ -514,8 +520,8 @@ def test_estimators_see_the_rows_as_the_model_wrote_them(name: str) -> None:
     written = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     outside = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
     trained = written * ~outside
-    pruning = dvp.Pruning(config())
-    pruning.outside = dvp.Outside(["u_0_0", "u_1_0"], outside[[1, 0]])
+    pruning = Pruning(config())
+    pruning.outside = Outside(["u_0_0", "u_1_0"], outside[[1, 0]])
     found, plain = advantages(name, trained, pruning), advantages(name, written, None)
     assert torch.equal(found.batch["response_mask"], trained)
     assert (found.batch["advantages"][outside] == 0).all()
@@ -529,15 +535,15 @@ def test_estimators_see_the_rows_as_the_model_wrote_them(name: str) -> None:
 def test_rejected_rows_stay_rejected() -> None:
     from verl import DataProto
 
-    pruning = dvp.Pruning(config())
-    pruning.outside = dvp.Outside(["a_0_0", "b_0_0"], torch.tensor([[False, True], [False, True]]))
+    pruning = Pruning(config())
+    pruning.outside = Outside(["a_0_0", "b_0_0"], torch.tensor([[False, True], [False, True]]))
     data = DataProto.from_dict(tensors={"response_mask": torch.tensor([[0, 0], [1, 0]])})
     pruning.show_outside(data, ["a_0_0", "b_0_0"])
     assert data.batch["response_mask"].tolist() == [[0, 0], [1, 1]]
 
 
 def test_an_engine_that_did_not_prune_is_not_believed() -> None:
-    pruning = dvp.Pruning(config())
+    pruning = Pruning(config())
     pruning.check_update({engine.OUT_OF_SET_METRIC: 0.0})
     with pytest.raises(RuntimeError, match="the training engine has not pruned: the update reported no"):
         pruning.check_update({"actor/grad_norm": 1.0})

@@ -15,9 +15,10 @@ import torch
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from verl_ext.integration import dvp, engine
+from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
+from verl_ext.integration.parts.pruning import Pruning
 
 HERE = Path(__file__).parent
 LAYOUTS = ("padded", "packed")
@@ -324,11 +325,11 @@ def test_pruning_where_it_cannot_be_done_is_refused(settings: dict[str, Any], me
 
 def test_engine_is_told_by_the_batch() -> None:
     config = OmegaConf.create({"dvp": {"rho": 0.01, "prune_reference": False}})
-    pruning = dvp.Pruning(config)
+    pruning = Pruning(config)
     assert pruning.info("old") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: True}
     assert pruning.info("update") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: False}
     assert pruning.info("reference") == {engine.ONE_PASS: "auto", engine.RHO: 0.0, engine.SET_COLUMNS: False}
-    assert dvp.Pruning(OmegaConf.create({"verl_ext": {"one_pass": False}})).info("old") == {}
+    assert Pruning(OmegaConf.create({"verl_ext": {"one_pass": False}})).info("old") == {}
 
 
 @pytest.mark.slow

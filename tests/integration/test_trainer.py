@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_ext.integration import columns, wraps
-from verl_ext.integration.dvp import Pruning
-from verl_ext.integration.trainer import VerlExtTrainer, _complete, extend_registry, uses_verl_ext
+from verl_ext.integration.parts import checkpoints, methods, uses_verl_ext
+from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.methods import complete
+from verl_ext.integration.parts.reduction import reduced
+from verl_ext.integration.trainer import VerlExtTrainer, extend_registry
 
 MODES = {
     "sync": v1.PPOTrainerSync,
@@ -43,16 +47,19 @@ def test_every_mode_has_the_mixin_under_its_own_name(mode: str) -> None:
         ("_compute_ref_log_prob", ("batch", {})),
         ("_compute_advantage", ("batch", {})),
         ("_update_actor", ("batch", {})),
+        ("_update_critic", ("batch", {})),
+        ("_balance_batch", ("batch", {})),
+        ("_get_required_batch_multiple", (2,)),
     ],
 )
 def test_a_run_that_is_not_ours_goes_straight_to_verl(
     mode: str, method: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(MODES[mode], method, lambda self, *given: seen.append(given) or "verl's answer", raising=False)
+    monkeypatch.setattr(MODES[mode], method, lambda self, *given: seen.append(given) or "verl's answer")
     cls = v1.get_trainer_cls(mode)
     trainer = cls.__new__(cls)
-    trainer._verl_ext = False
+    assert trainer.parts == ()
     assert getattr(trainer, method)(*arguments) == "verl's answer"
     assert seen == [arguments]
 
@@ -84,7 +91,7 @@ def test_kl_in_reward_reaches_the_rewards_of_turns() -> None:
         "traj_uid": np.array(["a", "a"]),
     }
     active = columns.ActiveBatch(columns=fields)
-    _complete(active, data(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([[-0.5, 3.0], [0.0, 2.5]])))
+    complete(active, data(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([[-0.5, 3.0], [0.0, 2.5]])))
     assert active.columns["turn_reward"].tolist() == [0.5, 1.5]
     assert active.columns["score"].tolist() == [2.5, 2.5]
 
@@ -93,11 +100,11 @@ def test_single_turn_rows_bring_their_own_reward_and_several_do_not() -> None:
     one = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
     fields = {"valid_row": np.array([True, True]), "traj_uid": np.array(["a", "b"])}
     active = columns.ActiveBatch(columns=fields, missing={"turn_reward": "absent"})
-    _complete(active, data(one, one))
+    complete(active, data(one, one))
     assert active.columns["turn_reward"].tolist() == [3.0, 1.0]
     fields = {"valid_row": np.array([True, True]), "traj_uid": np.array(["a", "a"])}
     active = columns.ActiveBatch(columns=fields, missing={"turn_reward": "absent"})
-    _complete(active, data(one, one))
+    complete(active, data(one, one))
     assert "turn_reward" not in active.columns and active.missing == {"turn_reward": "absent"}
 
 
@@ -157,23 +164,17 @@ def test_mixture_of_one_in_the_trainer_is_what_verl_would_compute(name: str) -> 
 
     class Trainer(VerlExtTrainer, Verl):
         def __init__(self, asked: str) -> None:
-            self.asked, self._verl_ext, self._needs, self._variance_batch = asked, True, set(), None
-            self.config = OmegaConf.create({"verl_ext": {}})
-            self._pruning = Pruning(self.config)
-
-        def _active_batch(self, batch: Any) -> columns.ActiveBatch:
+            self.asked, self.config = asked, OmegaConf.create({"algorithm": config})
+            self.parts = (methods.Methods(self.config),)
             _, keys = verl_batch()
             found, missing = columns.row_fields(keys, [{}] * len(keys), [{"turn_reward": 0.1 * i} for i in range(8)])
-            return columns.ActiveBatch(columns=found, missing=missing)
+            self._rows = columns.ActiveBatch(columns=found, missing=missing)
 
-        def _completeness(self, batch: Any) -> dict[str, float]:
-            return {}
-
-    metrics: dict[str, Any] = {}
-    mixed = Trainer("mix")._compute_advantage(None, metrics).batch
+    trainer = Trainer("mix")
+    mixed = trainer._compute_advantage(None, {}).batch
     plain = (Trainer(name)._compute_advantage(None, {}) if name == "trloo" else plain_verl(name, config)).batch
     assert torch.equal(mixed["advantages"], plain["advantages"]) and torch.equal(mixed["returns"], plain["returns"])
-    assert mixed["advantages"].abs().sum() > 0 and metrics["trajectory/turns/mean"] == 2
+    assert mixed["advantages"].abs().sum() > 0 and trainer.parts[0].metrics["trajectory/turns/mean"] == 2
     if name == "grpo":
         assert torch.equal(mixed["advantages"][0::2], mixed["advantages"][1::2])
 
@@ -184,3 +185,106 @@ def plain_verl(name: str, config: Any) -> Any:
 
     data, keys = verl_batch()
     return compute_advantage_for_multi_trajectories(data, keys, name, config=config, norm_adv_by_std_in_grpo=True)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_verls_estimators_see_the_rows_that_are_trained_on(name: str, mixed: bool) -> None:
+    """Two of four samples are taken out: the others are compared with each other alone, the two get nothing."""
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as verls
+
+    asked = {"adv_estimator": "mix", "mix": {name: 1.0}} if mixed else {"adv_estimator": name}
+    config = OmegaConf.create({**asked, "gamma": 1.0, "norm_adv_by_std_in_grpo": True})
+    data, keys = verl_batch(sessions=4, outputs=1)
+    data.batch["token_level_rewards"][:, -1] = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    found, missing = columns.row_fields(keys, [{}] * 4, [{"valid_row": value} for value in (True, True, False, False)])
+    active = columns.ActiveBatch(columns=found, missing=missing)
+    alone = verls(data.select_idxs(torch.tensor([0, 1])), keys[:2], name, config=config)
+    settings = {"config": config, "norm_adv_by_std_in_grpo": True}
+    got = methods.estimate(verls, data, keys, config.adv_estimator, active, **settings).batch
+    assert torch.equal(got["advantages"][:2], alone.batch["advantages"]) and (got["advantages"][2:] == 0).all()
+    assert torch.equal(got["returns"][:2], alone.batch["returns"]) and (got["returns"][2:] == 0).all()
+    if name == "grpo":  # with all four rows it was .866, -.866, .866, -.866
+        assert got["advantages"][:2, 0].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+def test_metrics_are_reduced_by_what_they_are() -> None:
+    """Two updates of a step, of 10 and 30 rows; verl adds up what has "sum" in its name and minimises "min"."""
+    updates = [
+        (10, {"agent/summarizer/score/mean": 1.0, "agent/examiner/score/std": 0.2, "updates/mini_batch_rows": 8.0}),
+        (30, {"agent/summarizer/score/mean": 2.0, "agent/examiner/score/std": 0.6, "updates/mini_batch_rows": 16.0}),
+    ]
+    rest = {
+        "agent/max/rows": (3.0, 4.0, 7.0),
+        "agent/minimax/grad_norm/max": (1.0, 9.0, 9.0),
+        "updates/mini_batch_tokens/min": (5.0, 4.0, 4.0),
+        "rollout/trajectories": (4, 4, 8),
+        "rollout/failures/timeout at max": (1.0, 2.0, 3.0),
+        "trajectory/max": (1.0, 2.0, 1.75),
+        "trajectory/reward/max": (1.0, 2.0, 2.0),
+    }
+    for name, (first, second, _) in rest.items():
+        updates[0][1][name], updates[1][1][name] = first, second
+    found = reduced(updates)
+    assert found.pop("agent/summarizer/score/mean") == pytest.approx(1.75)
+    assert found.pop("agent/examiner/score/std") == pytest.approx(0.5)
+    assert found.pop("updates/mini_batch_rows") == pytest.approx(14.0)
+    assert found == {name: expected for name, (_, _, expected) in rest.items()}
+
+
+def test_names_of_agents_do_not_choose_how_the_trainer_reduces() -> None:
+    """Through verl's own `step` with two updates: what the parts report, beside what verl aggregates."""
+
+    class Twice(PPOTrainer):
+        def __init__(self) -> None:
+            self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
+            self.parameter_sync_step = 2
+
+        def prepare_step(self) -> dict[str, Any]:
+            return {}
+
+        def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+            metrics["verls/sum"] = 1.0
+            part.metrics["agent/summarizer/score/mean"] = float(self.local_trigger_step)
+            return SimpleNamespace(keys=[f"u_{self.local_trigger_step}_0"], tags=[{}], partition_id="train")
+
+        on_step_end = on_sample_end = prepare_step
+
+    class Trainer(VerlExtTrainer, Twice):
+        def __init__(self) -> None:
+            Twice.__init__(self)
+            self.parts, self._updates_metrics = (part,), []
+
+    part, metrics = Part(None), {}
+    Trainer().step(metrics, {})
+    assert metrics == {"verls/sum": 2.0, "agent/summarizer/score/mean": 0.5} and part.metrics == {}
+
+
+class Counter(Part):
+    """A part with state."""
+
+    count = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count, "drawn": torch.arange(3)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.count = int(state["count"]) + int(state["drawn"].sum())
+
+
+def test_state_of_parts_is_in_the_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path), "resume_mode": "auto"}})
+    before, after, without = Counter(config), Counter(config), Part(config)
+    before.count = 5
+    checkpoints.save(config, 3, [without, before])
+    checkpoints.load(config, 0, [after])  # verl found no checkpoint
+    assert after.count == 0
+    checkpoints.load(config, 3, [without, after])
+    assert after.count == 8
+    checkpoints.save(config, 4, [without])
+    assert not (tmp_path / "global_step_4").exists()
+    checkpoints.load(config, 4, [after])
+    assert "Counter start afresh" in caplog.text
+    config.trainer.update(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_3"))
+    checkpoints.load(config, 3, [after])
+    assert after.count == 8

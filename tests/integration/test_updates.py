@@ -16,9 +16,12 @@ import pytest
 import torch
 import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
 
-from verl_ext.integration import dvp, updates
+from verl_ext.integration.columns import VALID, ActiveBatch, is_trained
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts import updates
+from verl_ext.integration.parts.base import Part
 from verl_ext.integration.trainer import VerlExtTrainer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -204,6 +207,22 @@ def test_what_may_surprise_is_said_and_null_says_nothing() -> None:
     assert updates.check(config(critic__loss_agg_mode="seq-mean-token-sum-norm")) == []
 
 
+def test_rows_that_are_taken_out_count_as_padding() -> None:
+    """They are spread over the updates, and no divisor counts them."""
+    keys, tags = keys_and_tags(15, 1)
+    tags = [{**tag, "seq_len": 10} for tag in tags]
+    for tag in tags[:7]:
+        tag[VALID] = False
+    assert updates.settings(keys, tags, 4, 2, "seq-mean-token-mean")["global_batch_size"] == 4.0  # 8 of 15 rows
+    batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train")
+    part = updates.Updates(config(), SimpleNamespace(use_critic=False, actor_rollout_wg=SimpleNamespace()))
+    part.trainer.actor_rollout_wg._dispatch_info = {"actor": [0]}
+    part.on_sample(batch)
+    part.on_batch(batch, ActiveBatch(columns={}), {})
+    trained = [is_trained(tag) for tag in batch.tags]
+    assert sum(trained[:8]) == sum(trained[8:]) == 4
+
+
 # ---- the trainer's side --------------------------------------------------------------------------------------------
 
 
@@ -212,11 +231,12 @@ def test_what_may_surprise_is_said_and_null_says_nothing() -> None:
 @pytest.mark.parametrize("method", ["_balance_batch", "_get_required_batch_multiple"])
 def test_without_the_key_verl_decides(mode: str, ours: bool, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = v1.get_trainer_cls(mode)
-    monkeypatch.setattr(cls.__mro__[2], method, lambda self, *given, **named: ("verl's answer", given), raising=False)
+    monkeypatch.setattr(cls.__mro__[2], method, lambda self, *given, **named: (given, 7)["required" in method])
     trainer = cls.__new__(cls)
-    trainer._verl_ext, trainer._updates = ours, None
-    arguments = (2,) if method == "_get_required_batch_multiple" else ("batch", {})
-    assert getattr(trainer, method)(*arguments) == ("verl's answer", arguments)
+    trainer._rows = None
+    trainer.parts = (updates.Updates(config(verl_ext__updates_per_batch=None), trainer),) if ours else ()
+    given = (2,) if "required" in method else (SimpleNamespace(tags=[{}]), {})
+    assert getattr(trainer, method)(*given) == (7 if "required" in method else given)
 
 
 class WorkerGroup:
@@ -249,18 +269,19 @@ class VerlUpdates:
 def test_the_workers_are_told_right_before_the_call(asked: int | None) -> None:
     class Trainer(VerlExtTrainer, VerlUpdates):
         def __init__(self) -> None:
-            self._verl_ext, self._variance_batch, self._updates, self._updates_now = True, None, asked, asked
             self.config = config(
+                verl_ext__updates_per_batch=asked,
                 actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum",
                 critic__loss_agg_mode="seq-mean-token-mean",
             )
-            self._pruning = dvp.Pruning.of(self.config)
             OmegaConf.update(self.config, "actor_rollout_ref.actor.ppo_mini_batch_size", 4)
             OmegaConf.update(self.config, "actor_rollout_ref.actor.ppo_epochs", 2)
             self.actor_rollout_wg, self.critic_wg = WorkerGroup(), WorkerGroup()
+            self.parts: tuple[Part, ...] = (updates.Updates(self.config, self),)
 
     keys, tags = keys_and_tags(15, 1)
     batch, metrics, trainer = SimpleNamespace(keys=keys, tags=tags, extra_info={}), {}, Trainer()
+    (part,) = trainer.parts
     before = vars(trainer.actor_rollout_wg)["update_actor"], vars(trainer.critic_wg)["train_mini_batch"]
     assert trainer._update_critic(batch, metrics) is batch and trainer._update_actor(batch, metrics) is batch
     assert before == (vars(trainer.actor_rollout_wg)["update_actor"], vars(trainer.critic_wg)["train_mini_batch"])
@@ -268,7 +289,7 @@ def test_the_workers_are_told_right_before_the_call(asked: int | None) -> None:
     sizes = {"mini_batch_size": 8}
     assert trainer.actor_rollout_wg.seen == [{**(sizes | {"global_batch_size": 4.0} if asked else own), "epochs": 2}]
     assert trainer.critic_wg.seen == [{**(sizes | {"global_batch_size": 7.5} if asked else own), "epochs": 1}]
-    assert metrics == {
+    assert part.metrics == {
         "updates/per_batch": 4.0 if asked else 2.0,
         "updates/mini_batch_rows": 8.0 if asked else 16.0,
         "updates/padding_rows": 1.0,

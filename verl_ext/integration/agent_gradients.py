@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm of each agent's part of the gradient: ``verl_ext.agent_gradients``, a diagnostic.
+"""Norm of each agent's part of the gradient, in the engine: ``verl_ext.agent_gradients``, a diagnostic.
 
 Every token belongs to a row and every row to an agent, so the gradient of an update is a sum over agents, whatever the
 loss and its normalisers are: an agent's part is what flows back through the model's outputs (log-probabilities,
@@ -17,13 +17,10 @@ Spikes of these norms are what Dr. MAS (arXiv 2602.08847) is made against.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from verl_ext.integration.columns import demand
-from verl_ext.integration.options import OptionError, select
 
 KEY = "verl_ext.agent_gradients"
 
@@ -36,101 +33,8 @@ AGENT = "verl_ext_agent"
 METRIC = "agent_gradient"
 
 
-def wanted(config: Any) -> bool:
-    """``verl_ext.agent_gradients``.
-
-    Raises:
-        OptionError: not true or false.
-    """
-    value = select(config.get("verl_ext"), "agent_gradients", False)
-    if not isinstance(value, bool):
-        raise OptionError(f"{KEY} is {value!r}; give true or false.")
-    return value
-
-
-def check(config: Any) -> None:
-    """Check what ``verl_ext.agent_gradients`` needs.
-
-    Raises:
-        OptionError: a bad value, a legacy trainer, or an engine that it does not reach.
-    """
-    if not wanted(config):
-        return
-    if not config.trainer.get("use_v1", True):
-        raise OptionError(
-            f"{KEY}=true needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=false."
-        )
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy not in ("fsdp", "fsdp2"):
-        raise OptionError(
-            f"{KEY}=true separates the agents in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} has "
-            f"none of its code. Set actor_rollout_ref.actor.strategy to fsdp or fsdp2, or {KEY}=false."
-        )
-
-
-def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    """The agent of each row of a batch, by the row's storage key.
-
-    Args:
-        columns: row fields, ``agent_id`` [B] among them.
-        keys: [B] storage keys.
-
-    Raises:
-        RowFieldMissing: the rows carry no agent_id.
-    """
-    if "agent_id" not in columns:
-        raise demand("agent_id", KEY)
-    return {key: str(agent) for key, agent in zip(keys, columns["agent_id"], strict=True)}
-
-
-def number_agents(
-    agent_of: Mapping[str, str], keys: Sequence[str], padding: Sequence[bool]
-) -> tuple[list[str], torch.Tensor]:
-    """The agents of a batch and which of them each row is of.
-
-    Args:
-        agent_of: of `agent_by_key`.
-        keys: [B] storage keys.
-        padding: [B] whether a row is padding.
-
-    Returns:
-        Names in alphabetical order, and the column `AGENT`.
-    """
-    of_row = [None if pad else agent_of[key] for key, pad in zip(keys, padding, strict=True)]
-    names = sorted({name for name in of_row if name is not None})
-    place = {name: number for number, name in enumerate(names)}
-    return names, torch.tensor([-1 if name is None else place[name] for name in of_row], dtype=torch.int64)
-
-
-def named_metrics(metrics: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """Take what the engine reported by number out of verl's actor metrics.
-
-    Args:
-        metrics: of the step, after verl has reduced them over updates; changed.
-        names: of `number_agents`.
-
-    Returns:
-        ``agent/<name>/grad_norm/{mean,max}`` over the updates of the step in which the agent has rows.
-
-    Raises:
-        RuntimeError: the engine has reported nothing.
-    """
-    out = {}
-    for number, name in enumerate(names):
-        for statistic in ("mean", "max"):
-            value = metrics.pop(f"actor/{_metric(number, statistic)}", None)
-            if value is not None:
-                out[f"agent/{name}/grad_norm/{statistic}"] = float(value)
-    if names and not out:
-        raise RuntimeError(
-            f"{KEY}=true, but the training engine has not separated the agents. Its class is not one of verl's FSDP "
-            "language-model engines, was registered after they were extended, or the run was not started with a "
-            f"recipe of verl_ext. Use a recipe and actor_rollout_ref.actor.strategy=fsdp2, or set {KEY}=false."
-        )
-    return out
-
-
-def _metric(number: int, statistic: str) -> str:
+def metric(number: int, statistic: str) -> str:
+    """Name under which the engine logs a statistic of an agent's norms."""
     # verl takes the maximum over updates where a name has "max" in it, so agents go by number: a name may have, too.
     return f"{METRIC}/{number}/{statistic}"
 
@@ -174,7 +78,7 @@ class AgentGradientsMixin:
             parameters[position].grad = gradient
         for number, norm in norms.items():
             for statistic in ("mean", "max"):
-                outputs["metrics"][_metric(number, statistic)] = [norm]
+                outputs["metrics"][metric(number, statistic)] = [norm]
         return outputs
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:

@@ -23,8 +23,26 @@ TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollou
 NAMES = FROM_KEY + FROM_EXTRA_FIELDS + TOKEN_COLUMNS
 
 
+VALID = "verl_ext_valid"
+"""Tag of a row, False where the agent loop says ``valid_row: false``; rows of padding carry verl's ``is_padding``."""
+
+
 class RowFieldMissing(ValueError):
     """An estimator needs a column that the batch does not carry."""
+
+
+class BatchError(ValueError):
+    """A batch cannot be trained on. The message names the prompt, the trajectory and the turn."""
+
+
+def is_real(tag: Mapping[str, Any]) -> bool:
+    """Whether a row is a model's and not one that verl made to fill a mini-batch."""
+    return not tag.get("is_padding", False)
+
+
+def is_trained(tag: Mapping[str, Any]) -> bool:
+    """Whether a row is trained on: neither padding nor taken out by its agent loop."""
+    return is_real(tag) and bool(tag.get(VALID, True))
 
 
 def split_key(key: str) -> tuple[str, str, int]:
@@ -68,7 +86,7 @@ def row_fields(
     """
     size = len(keys)
     split = [split_key(key) for key in keys]
-    padding = np.array([bool(tag.get("is_padding", False)) for tag in tags], dtype=bool)
+    padding = np.array([not is_real(tag) for tag in tags], dtype=bool)
     columns: dict[str, Any] = {
         "traj_uid": _objects([traj for _, traj, _ in split]),
         "turn_index": np.array([index for _, _, index in split], dtype=np.int64),
@@ -89,7 +107,7 @@ def row_fields(
         else:
             columns[name] = _objects([rows[i].get(name) for i in range(size)])
     for name in ("is_action_valid", "valid_row"):
-        columns[name] = np.array([True if row_lacks(row, name) else bool(row[name]) for row in rows], dtype=bool)
+        columns[name] = np.array([truth(row, name, key) for key, row in zip(keys, rows, strict=True)], dtype=bool)
     columns["valid_row"] &= ~padding
     if "turn_reward" in columns:
         columns["turn_reward"] = np.array(
@@ -101,6 +119,18 @@ def row_fields(
 def row_lacks(row: Mapping[str, Any], name: str) -> bool:
     """Whether the agent loop left the field out (or None) for this row."""
     return row.get(name) is None
+
+
+def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
+    """A field that is true or false, True where the agent loop left it out.
+
+    Raises:
+        BatchError: it is text, NaN or a number other than 0 and 1; ``bool("False")`` would be True.
+    """
+    value = True if row_lacks(row, name) else row[name]
+    if isinstance(value, bool | int | float | np.bool_ | np.number) and value in (0, 1):
+        return bool(value)
+    raise BatchError(f"{name} of row {key} is {value!r}; an agent loop gives true or false.")
 
 
 def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray) -> bool:
@@ -116,14 +146,26 @@ class ActiveBatch:
     Attributes:
         columns: row fields and token columns by name.
         missing: for a field that is not there, why.
+        extra_fields: [B] what the agent loop said of each row, {} for padding.
         component: computes another registered estimator on this batch exactly as verl would; set by the trainer.
         metrics: an estimator's own metrics go here, under verl's ``name/part`` scheme.
     """
 
     columns: dict[str, Any]
     missing: dict[str, str] = field(default_factory=dict)
+    extra_fields: Sequence[Mapping[str, Any]] = ()
     component: Callable[[str], tuple[torch.Tensor, torch.Tensor]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def select(self, rows: torch.Tensor) -> ActiveBatch:
+        """The batch of the `rows` [R] int64 alone; metrics are shared."""
+        places = rows.tolist()
+        return ActiveBatch(
+            columns={n: c[rows if isinstance(c, torch.Tensor) else rows.numpy()] for n, c in self.columns.items()},
+            missing=self.missing,
+            extra_fields=[self.extra_fields[row] for row in places] if self.extra_fields else (),
+            metrics=self.metrics,
+        )
 
 
 _current: ContextVar[ActiveBatch | None] = ContextVar("verl_ext_active_batch", default=None)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import checks, columns, metrics, options
+from verl_ext.integration import columns, metrics, options
 from verl_ext.methods import dr_mas as dr_mas_method
 from verl_ext.methods import gigpo as gigpo_method
 from verl_ext.methods import hgpo as hgpo_method
@@ -360,7 +360,7 @@ def gigpo(
     return result
 
 
-@estimator("otb", options.OtbOptions, engine_columns=("sum_pi_squared",), check=checks.check_otb)
+@estimator("otb", options.OtbOptions, engine_columns=("sum_pi_squared",))
 def otb(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -117,6 +117,7 @@ def prepare(config: Any) -> None:
             "the legacy one their estimators, losses and settings would be left out or computed otherwise. Set "
             "trainer.use_v1=true (verl's default), or leave out the recipes."
         )
+    checks.complete(config)
     checks.check(config)
     verl_api.require(config)
     plugin.require(verl_api.hooked(config))

@@ -12,11 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+STRICT = "VERL_EXT_STRICT"
+"""Variable of the environment, 1 in every process of a run of ours (set by the launch callback)."""
 
 SUPPORTED = "verl>=0.9.1,<0.10"
 
@@ -31,7 +35,7 @@ class Target:
 
     Attributes:
         module: dotted name of verl's module.
-        name: attribute of that module.
+        name: attribute of that module, or of a class in it (``Class.method``).
         parameters: parameter names that the wrap relies on, a subset of the signature; None for a name that is not
             called by us.
         written_for: verl version, file and line, for the reader.
@@ -51,8 +55,7 @@ class Target:
             UnsupportedVerl: the name is gone or its parameters are not the expected ones.
         """
         try:
-            owner = importlib.import_module(self.module)
-            target = getattr(owner, self.name)
+            target = operator.attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError) as error:
             raise UnsupportedVerl(self._message(f"it cannot be found ({error})")) from error
         if self.parameters is not None:
@@ -61,6 +64,11 @@ class Target:
             if missing:
                 raise UnsupportedVerl(self._message(f"it no longer takes {', '.join(missing)}; it takes {list(found)}"))
         return target
+
+    def put(self, replacement: Any) -> None:
+        """Set the name to `replacement`."""
+        *owners, last = self.name.split(".")
+        setattr(functools.reduce(getattr, owners, importlib.import_module(self.module)), last, replacement)
 
     def _message(self, problem: str) -> str:
         return (
@@ -90,12 +98,11 @@ def must_be_called(target: Target, when: bool = True) -> Iterator[None]:
 def replaced(target: Target, make: Callable[[Any], Any]) -> Iterator[Any]:
     """Replace `target` by `make(original)` inside the block; yields the original and always puts it back."""
     original = target.resolve()
-    owner = importlib.import_module(target.module)
-    setattr(owner, target.name, _counted(target, make(original)))
+    target.put(_counted(target, make(original)))
     try:
         yield original
     finally:
-        setattr(owner, target.name, original)
+        target.put(original)
 
 
 def replace(target: Target, make: Callable[[Any], Any]) -> None:
@@ -105,7 +112,7 @@ def replace(target: Target, make: Callable[[Any], Any]) -> None:
         return
     wrapped = _counted(target, make(original))
     wrapped.__verl_ext_wrap__ = True
-    setattr(importlib.import_module(target.module), target.name, wrapped)
+    target.put(wrapped)
 
 
 def _counted(target: Target, replacement: Any) -> Any:
@@ -145,6 +152,13 @@ ADVANTAGE = Target(
     parameters=("data", "batch_keys", "adv_estimator", "config"),
     written_for="verl 0.9.1, trainer/ppo/v1/trainer_base.py `_compute_advantage`, step 3",
     reason="a registered estimator gets four arguments; the batch and its storage keys are visible only here",
+)
+RUN_AGENT_LOOP = Target(
+    module="verl.experimental.agent_loop.agent_loop",
+    name="AgentLoopWorker._run_agent_loop",
+    parameters=("self", "sampling_params", "trajectory", "kwargs"),
+    written_for="verl 0.9.1, experimental/agent_loop/agent_loop.py:661, called by AgentLoopWorkerTQ._run_prompt",
+    reason="verl logs what a rollout raises in the worker and drops it; the trainer is not told of which or why",
 )
 FILE_LOGGER = Target(
     module="verl.utils.tracking",

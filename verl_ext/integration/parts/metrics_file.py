@@ -3,10 +3,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from verl_ext.integration import wraps
+from verl_ext.integration.parts.base import Part
+
+
+class MetricsFile(Part):
+    """verl's ``file`` logger keeps the metrics of the steps before a resume."""
+
+    @contextmanager
+    def around_fit(self) -> Iterator[None]:
+        make = functools.partial(keep_earlier_metrics, resumed_step=self.trainer.global_steps)
+        to_file = "file" in self.config.trainer.logger
+        with wraps.must_be_called(wraps.FILE_LOGGER, to_file), wraps.replaced(wraps.FILE_LOGGER, make):
+            yield
 
 
 def earlier_lines(path: Path, resumed_step: int) -> list[bytes]:

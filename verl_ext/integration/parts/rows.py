@@ -10,6 +10,23 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.options import select
+from verl_ext.integration.parts.base import Part
+
+
+class Rows(Part):
+    """``verl_ext.rows_dir``: who, which turn, for what reward and advantage."""
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return bool(select(config.get("verl_ext"), "rows_dir"))
+
+    def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
+        folder = select(self.config.get("verl_ext"), "rows_dir")
+        first = self.trainer.local_trigger_step == 0
+        write_rows(folder, self.trainer.global_steps, row_records(active.columns, data, keys), start=first)
+
 
 def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Records of the real rows of a batch, in order of prompt, trajectory and turn.

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.integration.checks import BatchError
+from verl_ext.integration.columns import ActiveBatch, BatchError
+from verl_ext.integration.parts.base import Part
+
+
+class Rollouts(Part):
+    """Reports what the loops say of a batch, and refuses one of which nothing can be trained on."""
+
+    def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
+        self.metrics.update(rollout_metrics(active.columns, batch.tags, active.extra_fields))
+        require_a_row(active.columns, self.metrics)
+        return batch
 
 
 def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_fields: Sequence[Any]) -> dict[str, float]:

@@ -27,8 +27,9 @@ seq-mean-token-mean      as above                                R / N: the mean
 
 A mini-batch is one update's; a sequence of seq-mean-token-sum is thus a whole trajectory, with all its rows.
 With one row a sample and N = rows / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected rows (mask
-all zero) count in S and R, so that a rejection does not make the others heavier; padding counts nowhere. Tokens are
-those of verl's ``loss_mask``, which is the mask before rejection. Entropy, KL and critic losses go the same way.
+all zero) count in S and R, so that a rejection does not make the others heavier; padding and rows that their agent loop
+took out (``valid_row: false``) count nowhere. Tokens are those of verl's ``loss_mask``, which is the mask before
+rejection. Entropy, KL and critic losses go the same way.
 """
 
 from __future__ import annotations
@@ -40,14 +41,65 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from verl_ext.integration.columns import split_key
+from verl_ext.integration.columns import ActiveBatch, is_real, is_trained, split_key
 from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.parts.base import Part
 
 logger = logging.getLogger(__name__)
 
 KEY = "verl_ext.updates_per_batch"
 LOCAL_MEAN_LOSSES = ("geo_mean",)
 """verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
+
+
+class Updates(Part):
+    """Tells verl's workers how to cut a batch if the key is set, and reports how it was cut in any case."""
+
+    def __init__(self, config: Any, trainer: Any = None) -> None:
+        super().__init__(config, trainer)
+        self.asked = updates_per_batch(config)
+        self.now = self.asked or 0
+
+    @classmethod
+    def check(cls, config: Any) -> list[str]:
+        return check(config)
+
+    def on_sample(self, batch: Any) -> Any:
+        if self.asked is not None:
+            self.now = min(self.asked, sum(map(is_trained, batch.tags)))
+            if self.now < self.asked:
+                logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
+        return batch
+
+    def row_multiple(self, multiple: int, ranks: int) -> int:
+        if self.asked is None:
+            return multiple
+        return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
+
+    def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
+        if self.asked is not None:
+            ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
+            found = balance(batch, self.now, ranks)
+            metrics.update({name: value for name, value in found.items() if name.startswith("global_seqlen/")})
+            self.metrics.update({name: value for name, value in found.items() if name not in metrics})
+        return batch
+
+    @contextmanager
+    def around_update(self, role: str, batch: Any) -> Iterator[None]:
+        section = self.config.actor_rollout_ref.actor if role == "actor" else self.config.critic
+        group, method = (
+            (self.trainer.actor_rollout_wg, "update_actor")
+            if role == "actor"
+            else (self.trainer.critic_wg, "train_mini_batch")
+        )
+        n, changes = int(self.config.actor_rollout_ref.rollout.n), None
+        if self.asked is not None:
+            changes = settings(batch.keys, batch.tags, n, self.now, str(section.loss_agg_mode))
+        if role == "actor":
+            rows = changes["mini_batch_size"] if changes else int(section.ppo_mini_batch_size) * n
+            self.metrics.update(step_metrics(batch.keys, batch.tags, rows, int(section.ppo_epochs)))
+        with told(group, method, changes):
+            yield
 
 
 def updates_per_batch(config: Any) -> int | None:
@@ -217,7 +269,7 @@ def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
     from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 
     lengths = [int(tag["seq_len"]) for tag in batch.tags]
-    padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+    padding = [not is_trained(tag) for tag in batch.tags]
     work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).double().tolist()
     mini_batches = deal(work, padding, updates, ranks)
     partitions = [[row for mini_batch in mini_batches for row in mini_batch[rank]] for rank in range(ranks)]
@@ -243,7 +295,7 @@ def settings(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], n: int, upd
     Returns:
         ``mini_batch_size`` in rows and ``global_batch_size``, verl's name for the divisor of the seq-mean modes.
     """
-    real = [key for key, tag in zip(keys, tags, strict=True) if not tag.get("is_padding", False)]
+    real = [key for key, tag in zip(keys, tags, strict=True) if is_trained(tag)]
     prompts = {split_key(key)[0] for key in real}
     units = len(real) if mode == "seq-mean-token-mean" else len(prompts) * n
     return {"mini_batch_size": len(keys) // updates, "global_batch_size": units / updates}
@@ -290,5 +342,5 @@ def step_metrics(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], rows: i
     return {
         "updates/per_batch": float(len(keys) // rows * epochs),
         "updates/mini_batch_rows": float(rows),
-        "updates/padding_rows": float(sum(bool(tag.get("is_padding", False)) for tag in tags)),
+        "updates/padding_rows": float(sum(not is_real(tag) for tag in tags)),
     }

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a training step, one file each, and their order.
+
+A new feature is a class in a file of its own and its line in `PARTS`. What a part can do: `base.Part`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_ext.integration.estimators import ESTIMATORS
+from verl_ext.integration.options import select
+from verl_ext.integration.parts import (
+    agent_gradients,
+    agent_loops,
+    bypass,
+    columns,
+    losses,
+    methods,
+    metrics_file,
+    missing,
+    pruning,
+    rollouts,
+    rows,
+    transcripts,
+    updates,
+    variance_proxy,
+)
+from verl_ext.integration.parts.base import Part
+
+__all__ = ["PARTS", "active", "methods", "uses_verl_ext"]
+
+PARTS: tuple[type[Part], ...] = (
+    metrics_file.MetricsFile,
+    agent_loops.AgentLoops,
+    missing.Missing,
+    columns.Columns,  # row fields, for all that follow
+    rollouts.Rollouts,
+    bypass.Bypass,
+    losses.Losses,
+    updates.Updates,
+    pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
+    # here: what rejects rows or tokens before the advantage
+    methods.Methods,  # settles the rewards; after the estimator checks what came out
+    # here: what modifies advantages
+    variance_proxy.VarianceProxy,
+    agent_gradients.AgentGradients,
+    rows.Rows,
+    transcripts.Transcripts,
+)
+"""Every part in the order in which their hooks are called; also the order of the checks at launch."""
+
+
+def uses_verl_ext(config: Any) -> bool:
+    """Whether a run names anything of ours: the ``verl_ext`` or ``dvp`` node, or an estimator that we registered."""
+    if config.get("verl_ext") is not None or config.get("dvp") is not None:
+        return True
+    name = select(config.algorithm, "adv_estimator")
+    return getattr(name, "value", name) in {*ESTIMATORS, "mix"}
+
+
+def active(config: Any, trainer: Any) -> tuple[Part, ...]:
+    """The parts of a run of ours, in order."""
+    return tuple(part(config, trainer) for part in PARTS if part.wanted(config))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm of each agent's part of the gradient, on the trainer's side: ``verl_ext.agent_gradients``.
+
+The engine's side, and what the figure is: `verl_ext.integration.agent_gradients`. Here the rows get a column that says
+whose they are, and the norms, which the engine logs by number, get the agents' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_ext.integration import columns
+from verl_ext.integration.agent_gradients import AGENT, AGENTS, KEY, metric
+from verl_ext.integration.columns import ActiveBatch, demand
+from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.parts.base import Part
+
+
+class AgentGradients(Part):
+    """See the module's text."""
+
+    _agent_of: Mapping[str, str] = {}
+    _names: Sequence[str] = ()
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return wanted(config)
+
+    @classmethod
+    def check(cls, config: Any) -> list[str]:
+        check(config)
+        return []
+
+    def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
+        with columns.active(active):
+            self._agent_of = agent_by_key(active.columns, batch.keys)
+        return batch
+
+    def before_update(self, batch: Any) -> Any:
+        import transfer_queue as tq
+        from tensordict import TensorDict
+
+        padding = [not columns.is_real(tag) for tag in batch.tags]
+        self._names, column = number_agents(self._agent_of, batch.keys, padding)
+        fields = TensorDict({AGENT: column}, batch_size=len(batch))
+        batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        batch.extra_info[AGENTS] = len(self._names)
+        return batch
+
+    def after_update(self, metrics: dict[str, Any]) -> None:
+        self.metrics.update(named_metrics(metrics, self._names))
+
+
+def wanted(config: Any) -> bool:
+    """``verl_ext.agent_gradients``.
+
+    Raises:
+        OptionError: not true or false.
+    """
+    value = select(config.get("verl_ext"), "agent_gradients", False)
+    if not isinstance(value, bool):
+        raise OptionError(f"{KEY} is {value!r}; give true or false.")
+    return value
+
+
+def check(config: Any) -> None:
+    """Check what ``verl_ext.agent_gradients`` needs.
+
+    Raises:
+        OptionError: a bad value, a legacy trainer, or an engine that it does not reach.
+    """
+    if not wanted(config):
+        return
+    if not config.trainer.get("use_v1", True):
+        raise OptionError(
+            f"{KEY}=true needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=false."
+        )
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in ("fsdp", "fsdp2"):
+        raise OptionError(
+            f"{KEY}=true separates the agents in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} has "
+            f"none of its code. Set actor_rollout_ref.actor.strategy to fsdp or fsdp2, or {KEY}=false."
+        )
+
+
+def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
+    """The agent of each row of a batch, by the row's storage key.
+
+    Args:
+        columns: row fields, ``agent_id`` [B] among them.
+        keys: [B] storage keys.
+
+    Raises:
+        RowFieldMissing: the rows carry no agent_id.
+    """
+    if "agent_id" not in columns:
+        raise demand("agent_id", KEY)
+    return {key: str(agent) for key, agent in zip(keys, columns["agent_id"], strict=True)}
+
+
+def number_agents(
+    agent_of: Mapping[str, str], keys: Sequence[str], padding: Sequence[bool]
+) -> tuple[list[str], torch.Tensor]:
+    """The agents of a batch and which of them each row is of.
+
+    Args:
+        agent_of: of `agent_by_key`.
+        keys: [B] storage keys.
+        padding: [B] whether a row is padding.
+
+    Returns:
+        Names in alphabetical order, and the column `AGENT`.
+    """
+    of_row = [None if pad else agent_of[key] for key, pad in zip(keys, padding, strict=True)]
+    names = sorted({name for name in of_row if name is not None})
+    place = {name: number for number, name in enumerate(names)}
+    return names, torch.tensor([-1 if name is None else place[name] for name in of_row], dtype=torch.int64)
+
+
+def named_metrics(metrics: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """Take what the engine reported by number out of verl's actor metrics.
+
+    Args:
+        metrics: of the step, after verl has reduced them over updates; changed.
+        names: of `number_agents`.
+
+    Returns:
+        ``agent/<name>/grad_norm/{mean,max}`` over the updates of the step in which the agent has rows.
+
+    Raises:
+        RuntimeError: the engine has reported nothing.
+    """
+    out = {}
+    for number, name in enumerate(names):
+        for statistic in ("mean", "max"):
+            value = metrics.pop(f"actor/{metric(number, statistic)}", None)
+            if value is not None:
+                out[f"agent/{name}/grad_norm/{statistic}"] = float(value)
+    if names and not out:
+        raise RuntimeError(
+            f"{KEY}=true, but the training engine has not separated the agents. Its class is not one of verl's FSDP "
+            "language-model engines, was registered after they were extended, or the run was not started with a "
+            f"recipe of verl_ext. Use a recipe and actor_rollout_ref.actor.strategy=fsdp2, or set {KEY}=false."
+        )
+    return out

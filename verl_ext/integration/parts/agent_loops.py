@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loops' own nodes: environment, orchestra and threads, and how often the trainer looks for their rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_ext.integration.options import select
+from verl_ext.integration.parts.base import Part
+
+
+class AgentLoops(Part):
+    """``verl_ext.{environment,orchestra,threads}`` and ``verl_ext.poll_interval_s``."""
+
+    @classmethod
+    def check(cls, config: Any) -> list[str]:
+        if select(select(config, "verl_ext"), "environment") is not None:
+            from verl_ext.rollout.environments.options import check_environment
+
+            check_environment(config)
+        if select(select(config, "verl_ext"), "orchestra") is not None:
+            from verl_ext.rollout.orchestra.settings import check as check_orchestra
+
+            check_orchestra(config)
+        if select(select(config, "verl_ext"), "threads") is not None:
+            from verl_ext.rollout.threads import read_threads
+
+            read_threads(config)
+        return []
+
+    def replay_buffer(self, buffer: Any) -> Any:
+        poll = select(self.config.get("verl_ext"), "poll_interval_s")
+        if poll is not None:
+            buffer.poll_interval = float(poll)
+        return buffer

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The advantage: options of the estimators, the rewards they get, the rows they see, and what comes out.
+
+verl's own estimators know nothing of ``valid_row``. They are called on the rows that are trained on alone, in a mixture
+or by themselves, and their results go to those rows; ours take all rows and leave the others out themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_ext.integration import columns
+from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
+from verl_ext.integration.estimators import ESTIMATORS
+from verl_ext.integration.metrics import learning_signal, trajectory_metrics
+from verl_ext.integration.mix import component_names
+from verl_ext.integration.options import OptionError, discount, read, select
+from verl_ext.integration.parts.base import Part
+
+DISCOUNTED = ("trloo", "hgpo", "gigpo")
+
+
+class Methods(Part):
+    """See the module's text."""
+
+    @classmethod
+    def check(cls, config: Any) -> list[str]:
+        algorithm = config.algorithm
+        discount(algorithm)
+        names = component_names(algorithm)
+        for name, estimator in ESTIMATORS.items():
+            # Also for a method that is not in use: a node of ours in the config is meant to be right.
+            if name in names or select(algorithm, name) is not None:
+                read(algorithm, name, estimator.options)
+        used = [name for name in names if name in ESTIMATORS]
+        if used and not config.trainer.get("use_v1", True):
+            raise OptionError(
+                f"{', '.join(used)} need verl's V1 trainer, which carries the row fields; trainer.use_v1 is false. "
+                "Set trainer.use_v1=true (verl's default)."
+            )
+        for name in used:
+            ESTIMATORS[name].check(config)
+        return [*_alone(config, used), *_gamma(config, used)]
+
+    def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
+        complete(active, data)
+        check_rewards(active.columns, data.batch["token_level_rewards"], keys)
+
+    def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
+        check_advantages(data.batch["advantages"], keys, str(select(self.config.algorithm, "adv_estimator")))
+        self.metrics.update(active.metrics)
+        self.metrics.update(trajectory_metrics(active.columns))
+        self.metrics.update(learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"]))
+
+
+def _alone(config: Any, names: list[str]) -> list[str]:
+    """A group baseline needs company."""
+    if not names or int(config.actor_rollout_ref.rollout.n) > 1:
+        return []
+    what = "leave-one-out baseline" if "trloo" in names else "group baseline"
+    return [
+        f"actor_rollout_ref.rollout.n=1: no {what} can be formed between samples of a prompt, so {', '.join(names)} "
+        "mostly give the raw return (REINFORCE without a baseline) or nothing. Set actor_rollout_ref.rollout.n to 2 "
+        "or more."
+    ]
+
+
+def _gamma(config: Any, names: list[str]) -> list[str]:
+    """One key for all: recipes that publish different discounts share the last one's."""
+    shared = [name for name in names if name in DISCOUNTED]
+    if len(shared) < 2 or "trloo" not in shared:
+        return []
+    return [
+        f"{' and '.join(shared)} share algorithm.gamma={config.algorithm.gamma}, though they were published with "
+        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides."
+    ]
+
+
+def estimate(
+    verls: Callable[..., Any], data: Any, keys: list[str], name: Any, active: ActiveBatch, **settings: Any
+) -> Any:
+    """verl's advantage computation with the row fields at hand, and the parts of a mixture computed by verl too.
+
+    Args:
+        verls: verl's ``compute_advantage_for_multi_trajectories``.
+        data: DataProto with columns [B, T].
+        keys: [B] storage keys.
+        name: ``algorithm.adv_estimator``.
+        active: the row fields of the batch.
+        settings: verl's further arguments.
+
+    Returns:
+        `data` with ``advantages`` and ``returns`` [B, T].
+    """
+
+    def compute(data: Any, name: Any) -> Any:
+        ours = getattr(name, "value", name) in {*ESTIMATORS, "mix"}
+        rows = torch.as_tensor(active.columns["valid_row"]).nonzero().squeeze(-1)
+        if ours or len(rows) == len(keys):
+            return verls(data, batch_keys=keys, adv_estimator=name, **settings)
+        with columns.active(active.select(rows)):
+            part = data.select_idxs(rows)
+            part = verls(part, batch_keys=[keys[row] for row in rows.tolist()], adv_estimator=name, **settings)
+        for column in ("advantages", "returns"):
+            found = part.batch[column]
+            data.batch[column] = found.new_zeros(len(keys), found.shape[1]).index_copy(0, rows, found)
+        return data
+
+    def component(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # verl writes its results into the batch it is given; a shallow copy keeps `data` as it was.
+        copy = type(data)(
+            batch=data.batch.clone(recurse=False),
+            non_tensor_batch=dict(data.non_tensor_batch),
+            meta_info=dict(data.meta_info),
+        )
+        batch = compute(copy, name).batch
+        return batch["advantages"], batch["returns"]
+
+    active.component = component
+    with columns.active(active):
+        return compute(data, name)
+
+
+def complete(active: ActiveBatch, data: Any) -> None:
+    """Add the token columns that verl already fetched, and settle the reward of each row.
+
+    A trajectory of one row has the reward of its row. KL-in-reward is part of `token_level_rewards` only, so its
+    share is added to the rewards that came with the rows.
+    """
+    for name in columns.TOKEN_COLUMNS:
+        if name in data.batch.keys():
+            active.columns[name] = data.batch[name]
+    scores = data.batch["token_level_scores"].double().sum(-1)
+    rewards = data.batch["token_level_rewards"].double().sum(-1)
+    valid = active.columns["valid_row"]
+    active.columns["score"] = rewards.numpy()
+    if "turn_reward" not in active.columns:
+        if columns.one_row_each(active.columns["traj_uid"], valid):
+            active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)
+            active.missing.pop("turn_reward", None)
+    else:
+        active.columns["turn_reward"] = active.columns["turn_reward"] + (rewards - scores).numpy()
+
+
+def check_rewards(fields: Mapping[str, Any], token_level_rewards: torch.Tensor, keys: Sequence[str]) -> None:
+    """Refuse a NaN or infinite reward.
+
+    Args:
+        fields: row fields by name; ``turn_reward`` [B] float64 if present, ``valid_row`` [B] bool.
+        token_level_rewards: [B, T] float.
+        keys: storage keys of the rows.
+
+    Raises:
+        BatchError: names uid, trajectory and turn of the first bad row.
+    """
+    bad = ~torch.isfinite(token_level_rewards).all(-1)
+    if "turn_reward" in fields:
+        bad |= ~torch.isfinite(torch.as_tensor(fields["turn_reward"]))
+    bad &= torch.as_tensor(fields["valid_row"])
+    if not bool(bad.any()):
+        return
+    row = int(bad.nonzero()[0, 0])
+    uid, traj, turn = split_key(keys[row])
+    reward = fields["turn_reward"][row] if "turn_reward" in fields else token_level_rewards[row].sum().item()
+    raise BatchError(
+        f"reward {reward} in row {keys[row]}: prompt uid {uid}, trajectory {traj}, turn {turn} "
+        f"({int(bad.sum())} such rows in the batch). A reward must be finite: mend the reward function or agent loop."
+    )
+
+
+def check_advantages(advantages: torch.Tensor, keys: Sequence[str], estimator: str) -> None:
+    """Refuse a NaN or infinite advantage before it reaches the weights.
+
+    Raises:
+        BatchError: names the estimator and the first bad row.
+    """
+    bad = ~torch.isfinite(advantages).all(-1)
+    if bool(bad.any()):
+        uid, traj, turn = split_key(keys[int(bad.nonzero()[0, 0])])
+        raise BatchError(
+            f"estimator {estimator!r} gave an advantage that is not finite in {int(bad.sum())} rows, the first is "
+            f"prompt uid {uid}, trajectory {traj}, turn {turn}."
+        )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lost rollouts: counted against the prompts that were sampled, and too many of them end the run.
+
+verl logs the traceback of a rollout whose agent loop raises and goes on with those that are left. Here the worker also
+notes it in verl's store (`lost_rollouts`), so that the trainer knows of each, also of a prompt that lost all. More than
+``verl_ext.max_missing_share`` of a batch missing ends the training with the first traceback; in validation a lost
+rollout is a sample with reward 0. A loop that returns nothing on purpose raises nothing and is not missing, and neither
+is what a ``__rollout_n__`` of the data leaves out: what is due is what has ended, with rows or with an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext.integration.columns import is_real, split_key
+from verl_ext.integration.lost_rollouts import PARTITION
+from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.parts.base import Part
+
+KEY = "verl_ext.max_missing_share"
+DEFAULT = 0.05
+
+SCORES = ("reward", "score", "acc", "success")
+"""Validation values of which a lost rollout has 0; of the others it has none."""
+
+
+class MissingRollouts(RuntimeError):
+    """Too many rollouts of a batch raised."""
+
+
+def max_missing_share(config: Any) -> float:
+    """``verl_ext.max_missing_share``, the share of a batch's rollouts that may be lost; 1 for verl's way.
+
+    Raises:
+        OptionError: not a number from 0 to 1.
+    """
+    value = select(config.get("verl_ext"), "max_missing_share", DEFAULT)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise OptionError(f"{KEY} is {value!r}; give the share of a batch's rollouts that may be lost, from 0 to 1.")
+    return float(value)
+
+
+class Missing(Part):
+    """See the module's text."""
+
+    def __init__(self, config: Any, trainer: Any = None) -> None:
+        super().__init__(config, trainer)
+        self.share = max_missing_share(config)
+        self._told: set[str] = set()
+        self._validation: list[str] = []
+
+    @classmethod
+    def check(cls, config: Any) -> list[str]:
+        max_missing_share(config)
+        return []
+
+    def replay_buffer(self, buffer: Any) -> Any:
+        buffer.sample = functools.partial(self._sample, buffer, buffer.sample)
+        return buffer
+
+    def _sample(self, buffer: Any, sample: Any, *args: Any, partition_id: str, **kwargs: Any) -> Any:
+        """verl's `sample`, and then what was lost of what has ended.
+
+        Raises:
+            MissingRollouts: too many, in training; or all of them.
+        """
+        try:
+            batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
+        except RuntimeError as error:  # verl's word for a batch without any row
+            lost = take_lost(partition_id)
+            if lost:
+                raise MissingRollouts(self._message(lost, len(lost))) from error
+            raise
+        lost = take_lost(partition_id)
+        self._told.update(split_key(f"{key}_0")[0] for key in lost)
+        self._require_told(buffer, partition_id)
+        ended = {split_key(key)[1] for key in [*getattr(buffer, "partitions", {}).get(partition_id, ()), *batch.keys]}
+        due = len(ended) + len(lost)
+        if lost and (not batch.keys or (partition_id != "val" and len(lost) > self.share * due)):
+            raise MissingRollouts(self._message(lost, due))
+        if partition_id == "val":
+            self._validation += [split_key(f"{key}_0")[0] for key in lost]
+        else:
+            self.metrics["rollout/missing_trajectories"] = len(lost)
+        return batch, metrics
+
+    def _require_told(self, buffer: Any, partition_id: str) -> None:
+        """verl marks a prompt of which a rollout raised; if nobody noted the rollout, the count would be wrong."""
+        failed = set(getattr(buffer, "failure_keys", {}).get(partition_id, ())) - self._told
+        if failed:
+            raise RuntimeError(
+                f"verl says that rollouts of {len(failed)} prompts raised (the first is {min(failed)}), but none of "
+                "them was noted: the agent loop workers were not started with a recipe of verl_ext, or verl runs its "
+                "agent loops in another place. Look for 'Error in _run_prompt' above."
+            )
+
+    def _message(self, lost: Mapping[str, Mapping[str, Any]], due: int) -> str:
+        first = min(lost)
+        return (
+            f"{len(lost)} of {due} rollouts were lost, because their agent loop raised; {KEY}={self.share:g} allows "
+            f"{int(self.share * due)}. Mend the loop, or set {KEY} if so many may fail. The first, {first}:\n"
+            f"{lost[first]['traceback']}"
+        )
+
+    def on_sample(self, batch: Any) -> Any:
+        real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_real(tag)]
+        self.metrics["rollout/rows"] = len(real)
+        self.metrics["rollout/trajectories"] = len({split_key(key)[1] for key in real})
+        return batch
+
+    def on_validation(
+        self, data_sources: list[Any], uids: list[Any], values: dict[str, list[Any]], **more: Any
+    ) -> None:
+        """Each lost rollout becomes a sample with reward 0 of its prompt."""
+        expected = more.get("expected_acc_counts") or {}
+        source_of = {uid: source for source, uid in expected} or dict(zip(uids, data_sources, strict=True))
+        for uid in self._validation:
+            data_sources.append(source_of.get(uid, "unknown"))
+            uids.append(uid)
+            for name, column in values.items():
+                fills = name in SCORES and not (name == "acc" and expected)  # verl fills up `acc` itself if it counts
+                column.append(0.0 if fills else None)
+        self.metrics["val-aux/missing_rollouts"] = len(self._validation)
+        self._validation.clear()
+
+
+def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:
+    """The rollouts of a partition (``train``, ``val``) that were noted as lost since the last call, by session key."""
+    import transfer_queue as tq
+
+    noted = (tq.kv_list(PARTITION) or {}).get(PARTITION, {})
+    lost = {key: tag for key, tag in noted.items() if tag.get("partition_id") == partition_id}
+    if lost:
+        tq.kv_clear(keys=list(lost), partition_id=PARTITION)
+    return lost

@@ -142,6 +142,11 @@ def test_reference_on_another_engine() -> None:
             r"preferred_sampling_params\.min_p=0\.2",
         ),
         ("sglang", f"+{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm=EAGLE", r"speculative_algorithm=EAGLE"),
+        (
+            "vllm",
+            f"+{ROLLOUT}.engine_kwargs.vllm.override_generation_config={{min_tokens: 3}}",
+            r"override_generation_config\.min_tokens=3, .* needs None",
+        ),
         ("embedded", f"+{ROLLOUT}.engine_kwargs.embedded.min_p=0.3", r"embedded\.min_p=0\.3"),
         ("embedded", f"+{ROLLOUT}.engine_kwargs.embedded.logprobs_mode=raw_logprobs", r"embedded\.logprobs_mode=raw"),
         ("sglang", "algorithm.rollout_correction.bypass_mode=true", r"sglang reports log-probabilities of the full"),
@@ -240,7 +245,7 @@ def test_min_p_reaches_every_request(cls: type, rollout: str) -> None:
     assert given == TRAIN  # the loop's own dict is left as it was
     ask(made, temperature=0, top_p=1.0, top_k=-1, logprobs=True)
     ask(made, max_tokens=4)
-    ask(made, **TRAIN, min_p=RHO)
+    ask(made, **TRAIN, min_p=RHO, logit_bias=None, min_tokens=0, bad_words=[])
     assert [request["sampling_params"]["min_p"] for request in server.requests] == [RHO] * 4
     first = server.requests[0]["sampling_params"]
     assert {name: first[name] for name in TRAIN} == TRAIN
@@ -267,6 +272,10 @@ def test_client_travels_to_the_agent_loops(cls: type, dumps: Any) -> None:
         ({"top_k": 5}, r"top_k=5"),
         ({"min_p": 0.2}, r"min_p=0\.2, .*min_p=6\.144e-06"),
         ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1"),
+        ({"logit_bias": {"5": 2.0}}, r"logit_bias=\{'5': 2\.0\}, .* sampled with logit_bias=None"),
+        ({"allowed_token_ids": [1, 2]}, r"allowed_token_ids=\[1, 2\]"),
+        ({"bad_words": ["x"]}, r"bad_words=\['x'\]"),
+        ({"min_tokens": 3}, r"min_tokens=3"),
     ],
 )
 def test_a_loop_that_samples_from_another_distribution_is_refused(change: dict[str, Any], message: str) -> None:

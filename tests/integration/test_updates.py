@@ -181,6 +181,12 @@ def test_bad_values_are_refused(value: Any) -> None:
         ({"trainer__v1__sync__parameter_sync_step": 4, "verl_ext__updates_per_batch": 5}, "a batch has 4 samples"),
         ({"trainer__use_v1": False}, r"needs verl's V1 trainer\. Set trainer\.use_v1=true"),
         ({"actor_rollout_ref__actor__policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean, which averages"),
+        ({"actor_rollout_ref__actor__shuffle": True}, r"Set actor_rollout_ref\.actor\.shuffle=false"),
+        ({"critic__enable": True, "critic__shuffle": True}, r"critic\.shuffle=true draws the rows of each update anew"),
+        (
+            {"actor_rollout_ref__actor__policy_loss__loss_mode": "sapo"},
+            r"loss_mode=sapo always aggregates by seq-mean-token-mean .*loss_agg_mode=token-mean, whose divisor",
+        ),
         (
             {"actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-sum-norm"},
             r"Set actor_rollout_ref\.actor\.loss_scale_factor, for example to 99",
@@ -194,6 +200,24 @@ def test_bad_values_are_refused(value: Any) -> None:
 def test_what_cannot_hold_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         updates.check(config(**changes))
+
+
+def older_gspo(log_prob: Any, loss_agg_mode: str = "token-mean", config: Any = None) -> Any:
+    """As verl's August 2026 tree has it: ``loss_agg_mode=loss_agg_mode`` is not handed on."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    return agg_loss(loss_mat=log_prob, loss_mask=log_prob, loss_agg_mode="seq-mean-token-mean", batch_num_tokens=1)
+
+
+def test_a_verl_whose_gspo_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    gspo = {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"}
+    assert updates.check(config(**gspo)) == []
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "gspo", older_gspo)
+    with pytest.raises(OptionError, match=r"loss_mode=gspo always .*Set .*loss_agg_mode=seq-mean-token-mean"):
+        updates.check(config(**gspo))
+    assert updates.check(config(**gspo, actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-mean")) == []
 
 
 def test_what_may_surprise_is_said_and_null_says_nothing() -> None:

@@ -30,6 +30,14 @@ ROLLOUTS = ("vllm", "sglang", "embedded")
 UNNORMALISED = ("sglang",)
 """Rollout engines that report log-probabilities at the temperature, but of the full softmax even under ``min_p``."""
 
+UNKNOWN_TO_TRAINER: dict[str, tuple[Any, ...]] = {
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, [], ""),
+    "min_tokens": (None, 0),
+}
+"""Sampling parameters that change the set of tokens in a way the trainer cannot repeat, and their neutral values."""
+
 PROBABILITY_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9)
 """Edges of the bins of the mismatch metrics, by the probability that the trainer gives the token."""
 
@@ -206,7 +214,7 @@ def _sampler_settings(config: Any, rho: float) -> Iterator[tuple[str, Any, tuple
     yield f"{own}.min_p", given.get("min_p"), (rho, None)
     for key in ("speculative_config", "speculative_algorithm"):  # leaves min_p out
         yield f"{own}.{key}", given.get(key), (None,)
-    agreeing = {"min_p": (rho,), "top_p": (1.0,), "top_k": (-1, 0), "temperature": (trained,)}
+    agreeing = {"min_p": (rho,), "top_p": (1.0,), "top_k": (-1, 0), "temperature": (trained,), **UNKNOWN_TO_TRAINER}
     for node in ("override_generation_config", "preferred_sampling_params"):
         for key, value in _mapping(given.get(node), f"{own}.{node}").items():
             if key in agreeing:
@@ -274,6 +282,7 @@ class Sampler:
             "repetition_penalty": (1.0, None),
             "presence_penalty": (0.0, None),
             "frequency_penalty": (0.0, None),
+            **UNKNOWN_TO_TRAINER,
         }
         for key, allowed in agreeing.items():
             value = params.get(key, 1.0 if key == "temperature" else None)

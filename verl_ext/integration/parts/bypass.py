@@ -17,6 +17,7 @@ from verl_ext.integration.parts.base import Part
 
 NODE = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
+TYPE = "verl.trainer.config.algorithm.RolloutCorrectionConfig"
 TAKES = ("vanilla", "bypass_mode")
 """Losses for which bypass mode stands; another loss keeps its own formula, with the sampler's log-probabilities."""
 
@@ -33,10 +34,9 @@ class Bypass(Part):
         node = select(config.algorithm, "rollout_correction")
         loss = config.actor_rollout_ref.actor.policy_loss
         if select(node, "bypass_mode", False) and loss.loss_mode in TAKES:
-            target = select(loss, "rollout_correction", {}).get("_target_")
             with open_dict(config):
                 loss.loss_mode = "bypass_mode"
-                loss.rollout_correction = {**({"_target_": target} if target else {}), **OmegaConf.to_container(node)}
+                loss.rollout_correction = {"_target_": TYPE, **OmegaConf.to_container(node, resolve=True)}
 
     @classmethod
     def check(cls, config: Any) -> list[str]:

@@ -35,8 +35,10 @@ rejection. Entropy, KL and critic losses go the same way.
 from __future__ import annotations
 
 import heapq
+import inspect
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 KEY = "verl_ext.updates_per_batch"
 LOCAL_MEAN_LOSSES = ("geo_mean",)
 """verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
+FIXED_MODE = re.compile(r"""loss_agg_mode\s*=\s*["']([\w-]+)["']\s*[,)]""")
+"""In the source of a loss: it hands `agg_loss` a mode of its own, whatever ``loss_agg_mode`` says."""
 
 
 class Updates(Part):
@@ -151,10 +155,23 @@ def check(config: Any) -> list[str]:
             f"{KEY}={updates} cannot fix the scale of actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which "
             f"averages over the rows of each micro-batch, padding included. Choose another loss or set {KEY}=null."
         )
+    fixed = fixed_mode(loss)
+    if fixed not in (None, str(actor.loss_agg_mode)):
+        raise OptionError(
+            f"{KEY}={updates}: actor_rollout_ref.actor.policy_loss.loss_mode={loss} always aggregates by {fixed} in "
+            f"this verl, but actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}, whose divisor it would get. "
+            f"Set actor_rollout_ref.actor.loss_agg_mode={fixed}."
+        )
     sections = {"actor_rollout_ref.actor": actor}
     if config.get("critic") is not None and _has_critic(config):
         sections["critic"] = config.critic
     for name, section in sections.items():
+        if section.get("shuffle", False):
+            raise OptionError(
+                f"{name}.shuffle=true draws the rows of each update anew, but {KEY}={updates} deals them, so that work "
+                f"and padding are spread evenly and no update is without a row. Set {name}.shuffle=false (verl's "
+                f"default) or {KEY}=null."
+            )
         if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.get("loss_scale_factor") is None:
             raise OptionError(
                 f"{name}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each micro-batch "
@@ -168,6 +185,21 @@ def check(config: Any) -> list[str]:
         for name, section in sections.items()
         if section.loss_agg_mode == "token-sum"
     ]
+
+
+def fixed_mode(loss: str) -> str | None:
+    """The aggregation mode that a registered loss of verl always uses, or None if it follows ``loss_agg_mode``.
+
+    In verl 0.9.1 that is ``sapo``; in older trees ``gspo`` too. Told by its source, since no version tells.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    try:
+        source = inspect.getsource(POLICY_LOSS_REGISTRY[loss])
+    except (KeyError, OSError):  # no such loss, which verl says; or one without a source file
+        return None
+    found = FIXED_MODE.search(source.split('"""')[-1])  # after the docstring
+    return found.group(1) if found else None
 
 
 def _has_critic(config: Any) -> bool:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-STRICT = "VERL_EXT_STRICT"
+from verl_ext.integration.wraps import STRICT
 
 _failures: dict[str, str] = {}
 _done: list[str] = []

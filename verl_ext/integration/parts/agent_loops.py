@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loops' own nodes: environment, orchestra and threads, and how often the trainer looks for their rollouts."""
+"""The agent loops' own nodes (environment, orchestra, threads) and how often the trainer looks for their rollouts."""
 
 from __future__ import annotations
 

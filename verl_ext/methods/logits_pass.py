@@ -24,8 +24,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,17 +37,17 @@ __all__ = ["OUT_OF_SET_FLOOR", "TokenStatistics", "token_statistics"]
 USUAL_CACHE = 1 << 20
 
 
-def _cache_bytes() -> int:
-    """Bytes of a core's second-level cache."""
+def cache_bytes(index: int) -> int:
+    """Bytes of a cache of the first processor as Linux numbers them (0 first level, 2 second, 3 third); 0: unknown."""
     try:
-        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or USUAL_CACHE
-    except (AttributeError, ValueError, OSError):
-        return USUAL_CACHE
+        return 1024 * int(Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size").read_text().strip("K\n"))
+    except (OSError, ValueError):
+        return 0
 
 
 #: Elements of one block on CPU, a thread: it and three float32 work buffers fill the second-level cache; of 256 kB at
 #: least, so that the calls into torch cost little beside it.
-BLOCK_ELEMENTS = max(1 << 16, _cache_bytes() // 16)
+BLOCK_ELEMENTS = max(1 << 16, (cache_bytes(2) or USUAL_CACHE) // 16)
 #: Elements of one block at most, and where plain torch runs on an accelerator: buffers of 4 MB.
 BLOCK_ELEMENTS_MOST = 1 << 20
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -43,7 +42,13 @@ import torch
 from verl_ext.bench._memory import _fill_to_peak, _peak
 from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
-from verl_ext.methods.logits_pass import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MOST, TokenStatistics, token_statistics
+from verl_ext.methods.logits_pass import (
+    BLOCK_ELEMENTS,
+    BLOCK_ELEMENTS_MOST,
+    TokenStatistics,
+    cache_bytes,
+    token_statistics,
+)
 
 VOCABULARIES = (32_768, 152_064)
 #: Bytes of the logits that are timed, and of those whose memory is measured.
@@ -105,12 +110,7 @@ def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.de
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the ratio depends on: processor, caches, vector width, page state, block; and the warm share of plain."""
-    names = {
-        "l1_bytes": "SC_LEVEL1_DCACHE_SIZE",
-        "l2_bytes": "SC_LEVEL2_CACHE_SIZE",
-        "l3_bytes": "SC_LEVEL3_CACHE_SIZE",
-    }
-    caches = {key: os.sysconf(name) if name in os.sysconf_names else 0 for key, name in names.items()}
+    caches = {f"l{level}_bytes": cache_bytes(index) for level, index in ((1, 0), (2, 2), (3, 3))}
     cpuinfo, pages = Path("/proc/cpuinfo"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     known = dict([part.strip() for part in line.split(":", 1)] for line in reversed(lines) if ":" in line)

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 from verl_ext.rollout.environments import Observation
@@ -87,6 +91,64 @@ class Broken(Corridor):
         if self.bad and self.when == "step" and self.place >= 1:
             return self.misbehave()
         return super().step(action)
+
+
+class Vandal(Corridor):
+    """Does to its process, in its second step, what an environment should not."""
+
+    def __init__(self, how: str = "", length: int = 3) -> None:
+        super().__init__(length)
+        self.how = how
+
+    def step(self, action: str) -> Any:
+        if self.place >= 1 and self.how:
+            getattr(self, self.how)()
+        if self.place >= 1 and self.how == "surrogate":
+            return "\ud800", 0.0, False, {}
+        return super().step(action)
+
+    def surrogate(self) -> None:
+        pass
+
+    def chat(self) -> None:
+        for _ in range(200):
+            print("noise " * 10_000, flush=True)
+
+    def send(self, data: bytes) -> None:
+        """To the agent loop, past the protocol."""
+        for name in os.listdir("/proc/self/fd"):
+            descriptor = int(name)
+            if descriptor > 2 and Path(f"/proc/self/fd/{name}").is_socket():
+                os.write(descriptor, data)
+                return
+
+    def flood(self) -> None:
+        while True:
+            self.send(b"\xff" * (1 << 20))
+
+    def mumble(self) -> None:
+        self.send(b"\0\0\0\2{]")
+
+    def talk_twice(self) -> None:
+        answer = {"value": {"text": "x", "actions": None, "task": "", "anchor": None, "reward": 9.0, "done": True}}
+        body = json.dumps({**answer, "call": 1}).encode()
+        self.send(len(body).to_bytes(4, "big") + body)
+
+    def forge(self) -> None:
+        body = json.dumps({"value": {"text": 3, "actions": 7}, "call": 3}).encode()
+        self.send(len(body).to_bytes(4, "big") + body)
+
+    def nest(self) -> None:
+        body = b"[" * 200_000
+        self.send(len(body).to_bytes(4, "big") + body)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def spawn(self) -> None:
+        left = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+        Path(os.environ["VERL_EXT_TEST_PIDS"]).write_text(str(left.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Stubborn(Corridor):

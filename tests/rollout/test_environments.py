@@ -193,7 +193,7 @@ def test_no_more_processes_than_asked_for() -> None:
         made = [session("Corridor", processes=2) for _ in range(6)]
         tasks = [asyncio.create_task(play(one, 0, lambda seen: "forward")) for one in made]
         while not all(task.done() for task in tasks):
-            most = max(most, sum(one.slots is not None for one in made))
+            most = max(most, sum(one.places is not None for one in made))
             await asyncio.sleep(0.001)
         assert all(len(task.result()) == 4 for task in tasks)
         return most

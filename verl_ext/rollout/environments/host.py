@@ -3,9 +3,9 @@
 
 One host a kind of environment is started by :mod:`verl_ext.rollout.environments.runner`. It imports the environment
 once, then forks a child for each object that is asked for: a fork takes milliseconds and shares the host's memory.
-A child serves one connection, call by call. The host has one thread only and does nothing else, so that it can always
-be asked to kill a child that hangs. When its control connection ends (the process that started it is gone), it kills
-its children and ends.
+A child serves one connection, call by call, in a session of its own: whatever it starts is killed with it. The host has
+one thread only and does nothing else, so that it can always be asked to kill a child that hangs, and to drain what the
+children print. When its control connection ends (the process that started it is gone), it kills its children and ends.
 
 This module needs the standard library only, beside the environment itself.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import signal
 import socket
 import struct
@@ -35,6 +35,8 @@ from verl_ext.rollout.environments.protocol import (
 _LENGTH = struct.Struct("!I")
 #: Seconds that an environment may take to close.
 CLOSING_SECONDS = 2.0
+#: Bytes of what an environment prints that are passed on; the rest is read and dropped.
+PRINTED_BYTES = 64 << 10
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -106,7 +108,16 @@ def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwarg
             if close is not None:
                 close()
             return
-        connection.sendall(pack(_answer(environment, call)))
+        connection.sendall(pack({**_answer(environment, call), "call": call["call"]}))
+
+
+def _kill(pid: int) -> None:
+    """Kill a child that has not been waited for, and its session."""
+    for kill in (os.killpg, os.kill):  # the group is there once the child has made it
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def _end_with_host() -> None:
@@ -128,6 +139,10 @@ class Host:
     def __init__(self, control: socket.socket, name: str) -> None:
         self.control, self.name = control, name
         self.children: set[int] = set()
+        # Not select(), which fails from descriptor 1024 on: numbers are inherited from the process that started this.
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ)
+        self.printed: dict[int, int] = {}
         self.kind: type | EnvironmentUnavailable
         self.preloaded: dict[str, EnvironmentUnavailable | None] = {}
         from verl_ext.rollout.environments.registry import load
@@ -142,44 +157,77 @@ class Host:
     def run(self) -> None:
         """Serve until the control connection ends."""
         while True:
-            ready, _, _ = select.select([self.control], [], [], 1.0)
+            ready = {key.fd for key, _ in self.selector.select(1.0)}
             self._reap()
-            if not ready:
-                continue
-            header, passed, _, _ = socket.recv_fds(self.control, _LENGTH.size, 1)
-            if not header:
+            for output in ready - {self.control.fileno()}:
+                self._drain(output)
+            if self.control.fileno() in ready and not self._listen():
                 break
-            rest = _receive(self.control, _LENGTH.size - len(header)) if len(header) < _LENGTH.size else b""
-            body = None if rest is None else _receive(self.control, _LENGTH.unpack(header + rest)[0])
-            if body is None:
-                break
-            self._obey(json.loads(body), passed)
         for pid in self.children:
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
+
+    def _listen(self) -> bool:
+        """Take one order; whether there was one."""
+        header, passed, _, _ = socket.recv_fds(self.control, _LENGTH.size, 1)
+        if not header:
+            return False
+        rest = _receive(self.control, _LENGTH.size - len(header)) if len(header) < _LENGTH.size else b""
+        body = None if rest is None else _receive(self.control, _LENGTH.unpack(header + rest)[0])
+        if body is None:
+            return False
+        self._obey(json.loads(body), passed)
+        return True
+
+    def _drain(self, output: int) -> None:
+        """Read what a child has printed; pass on the first of it."""
+        data = os.read(output, 1 << 16)
+        if not data:
+            self.selector.unregister(output)
+            os.close(output)
+            del self.printed[output]
+            return
+        left = PRINTED_BYTES - self.printed[output]
+        self.printed[output] += len(data)
+        if left > 0:
+            os.write(2, data[:left])
+            if len(data) >= left:
+                os.write(2, f"\nenvironment {self.name}: what else this one prints is left out\n".encode())
 
     def _reap(self) -> None:
         for pid in list(self.children):
-            try:
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    self.children.discard(pid)
-            except ChildProcessError:
+            if hasattr(os, "waitid"):
+                # The number stays the child's until it is waited for; what it has left behind is killed before that.
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                _kill(pid)
+            if os.waitpid(pid, os.WNOHANG)[0]:
                 self.children.discard(pid)
 
     def _obey(self, order: Mapping[str, Any], passed: list[int]) -> None:
         if order["do"] == "kill":
             # Only a child that has not been waited for: its number cannot have gone to another process.
             if order["pid"] in self.children:
-                os.kill(order["pid"], signal.SIGKILL)
+                _kill(order["pid"])
             return
         kind = self._preload(order["kwargs"])
         connection = socket.socket(fileno=passed[0])
+        output, printing = os.pipe()
         pid = os.fork()
         if pid:
             self.children.add(pid)
             connection.close()
+            os.close(printing)
+            self.printed[output] = 0
+            self.selector.register(output, selectors.EVENT_READ)
             return
         code = 1
         try:
+            os.setsid()
+            os.dup2(printing, 1)
+            os.dup2(printing, 2)
+            self.selector.close()
+            for descriptor in (printing, output, *self.printed):
+                os.close(descriptor)
             self.control.close()
             _end_with_host()
             _serve(connection, kind, order["kwargs"])

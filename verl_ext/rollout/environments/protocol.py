@@ -155,6 +155,12 @@ def observation(value: Any, where: str) -> Observation:
         value = Observation(value)
     if not isinstance(value, Observation):
         raise _garbage(f"{where} returned {_shown(value)} as its observation; expected a str or an Observation")
+    try:
+        "".join((value.text, value.task, *(value.actions or ()))).encode()
+    except UnicodeEncodeError as error:
+        raise _garbage(f"{where} returned text that is no Unicode: {error}") from error
+    except TypeError:
+        pass  # told below
     if not isinstance(value.text, str):
         raise _garbage(f"{where} returned an Observation whose text is {_shown(value.text)}; expected a str")
     actions = value.actions
@@ -228,8 +234,16 @@ def to_wire(value: Observation | Step) -> dict[str, Any]:
     return {"text": value.text, "actions": actions, "task": value.task, "anchor": value.anchor}
 
 
-def from_wire(wire: Mapping[str, Any]) -> Observation | Step:
-    """The inverse of :func:`to_wire`."""
-    actions = wire["actions"]
-    seen = Observation(wire["text"], None if actions is None else tuple(actions), wire["task"], wire["anchor"])
-    return Step(seen, wire["reward"], wire["done"], wire["info"]) if "reward" in wire else seen
+def from_wire(wire: Any) -> Observation | Step:
+    """The inverse of :func:`to_wire`, checked again: who sends may have been anything.
+
+    Raises:
+        EnvironmentFault: it is neither an observation nor a step.
+    """
+    try:
+        actions = wire["actions"]
+        seen = Observation(wire["text"], None if actions is None else tuple(actions), wire["task"], wire["anchor"])
+        given = (seen, wire["reward"], wire["done"], wire["info"]) if "reward" in wire else None
+    except (KeyError, TypeError) as error:
+        raise _garbage(f"its process sent {_shown(wire)}: {type(error).__name__}: {error}") from error
+    return observation(seen, "the process") if given is None else step_result(given)

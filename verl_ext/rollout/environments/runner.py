@@ -23,14 +23,17 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_ext.rollout.environments import protocol
-from verl_ext.rollout.environments.host import explain, pack
+from verl_ext.rollout.environments.host import CLOSING_SECONDS, explain, pack
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
 from verl_ext.rollout.environments.registry import is_async, load
+
+T = TypeVar("T")
 
 #: Seconds for a host to import the environment, load what its processes share and fork the first of them.
 START_SECONDS = 600.0
@@ -107,7 +110,7 @@ class _Connection:
         self.loop = asyncio.get_running_loop()
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
-        self.made = False
+        self.calls = 0
 
     async def open(self) -> None:
         """Have the host fork a process.
@@ -135,37 +138,63 @@ class _Connection:
 
     async def _read(self) -> dict[str, Any]:
         size = int.from_bytes(await self.reader.readexactly(4), "big")
-        return json.loads(await self.reader.readexactly(size))
+        if size > 2 * protocol.MAX_BYTES:
+            raise ValueError(f"it announces {size} bytes")
+        answer = json.loads(await self.reader.readexactly(size))
+        if not isinstance(answer, dict):
+            raise ValueError(f"it sent a {type(answer).__name__}")
+        return answer
 
     async def call(self, message: Mapping[str, Any] | None, what: str, limit: float) -> dict[str, Any]:
         """Send a message (None: only wait) and return the value of the answer within `limit` seconds."""
         try:
             if message is not None:
-                self.writer.write(pack(message))
+                self.calls += 1
+                self.writer.write(pack({**message, "call": self.calls}))
             answer = await asyncio.wait_for(self._read(), limit)
+            if message is not None and answer.get("call") != self.calls:
+                raise ValueError("it is not the answer to this call")
         except asyncio.TimeoutError as error:
             self.kill()
             raise EnvironmentFault(protocol.TIMEOUT, f"{what} did not end within {limit} s; it was killed") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.kill()
             raise EnvironmentFault(protocol.DIED, f"its process ended during {what}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.kill()
             raise EnvironmentFault(protocol.GARBAGE, f"its process answered {what} with no message: {error}") from error
         if "unavailable" in answer:
-            raise EnvironmentUnavailable(answer["unavailable"])
+            raise EnvironmentUnavailable(str(answer["unavailable"]))
         if "fault" in answer:
-            raise EnvironmentFault(answer["fault"], f"{what}: {answer['detail']}")
+            reason = answer["fault"] if answer["fault"] in protocol.FAULTS else protocol.GARBAGE
+            raise EnvironmentFault(reason, f"{what}: {answer.get('detail')}")
+        if "value" not in answer:
+            self.kill()
+            raise EnvironmentFault(protocol.GARBAGE, f"its process answered {what} without a value")
         return answer["value"]
 
     def kill(self) -> None:
         """End the process at once."""
         self.host.kill(self.pid)
-        self.writer.close()
 
     def close(self) -> None:
         """Let the process end by itself: it sees the connection close."""
         self.writer.close()
+
+    async def ended(self) -> None:
+        """Let the process end by itself and wait for that; one that takes too long is killed. Never raises."""
+        try:
+            if self.writer.can_write_eof():
+                self.writer.write_eof()
+            await asyncio.wait_for(self._drain(), CLOSING_SECONDS + 1)
+        except (asyncio.TimeoutError, OSError):
+            self.kill()
+        finally:
+            self.writer.close()
+
+    async def _drain(self) -> None:
+        while await self.reader.read(1 << 16):
+            pass
 
 
 class Host:
@@ -179,7 +208,6 @@ class Host:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
-        self.idle: dict[str, list[_Connection]] = {}
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -224,11 +252,10 @@ class Host:
 
     def end(self) -> None:
         """End the host and all its children."""
-        for connections in self.idle.values():
-            for connection in connections:
-                if not connection.loop.is_closed():
-                    connection.close()
-        self.idle.clear()
+        for connection in [one for one in _idle if one.host is self]:
+            del _idle[connection]
+            if not connection.loop.is_closed():
+                connection.close()
         if self.control is not None:
             self.control.close()
         if self.process is not None:
@@ -239,26 +266,68 @@ class Host:
                 self.process.wait()
         self.process = self.control = None
 
-    def take(self, kwargs: Mapping[str, Any]) -> _Connection | None:
-        """An idle process with these arguments, of the running event loop."""
-        waiting = self.idle.get(_key(kwargs), [])
-        while waiting:
-            connection = waiting.pop()
-            if connection.loop is asyncio.get_running_loop() and not connection.reader.at_eof():
-                return connection
-        return None
-
-    def give(self, connection: _Connection) -> None:
-        """Keep a process for the next trajectory."""
-        self.idle.setdefault(_key(connection.kwargs), []).append(connection)
-
-
-def _key(kwargs: Mapping[str, Any]) -> str:
-    return json.dumps(kwargs, sort_keys=True)
-
 
 _hosts: dict[str, Host] = {}
-_semaphores: weakref.WeakKeyDictionary[Any, dict[str, asyncio.Semaphore]] = weakref.WeakKeyDictionary()
+#: Processes that wait for their next trajectory, of all environments and settings; the one that waits longest first.
+_idle: OrderedDict[_Connection, None] = OrderedDict()
+
+
+class _Places:
+    """The bound on environment processes of one event loop: those in use, those that wait and those that end."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.free = asyncio.Semaphore(processes)
+        self.orders = asyncio.Semaphore(ORDERS_AT_A_TIME)
+        self.alive = 0
+        self.ending: set[asyncio.Task[None]] = set()
+
+    async def take(self, host: Host, kwargs: Mapping[str, Any], reuse: bool) -> _Connection:
+        """A process of the host: an idle one with these arguments, else a place to fork a new one.
+
+        The caller has a place of `free`, so fewer than `processes` others are in use or ending: where the bound is
+        reached, one is idle.
+        """
+        here = asyncio.get_running_loop()
+        for connection in [one for one in _idle if one.loop is not here or one.reader.at_eof()]:
+            del _idle[connection]
+            if connection.loop is here:
+                self.alive -= 1
+        if reuse:
+            for connection in reversed(_idle):
+                if connection.host is host and connection.kwargs == kwargs:
+                    del _idle[connection]
+                    return connection
+        while self.alive >= self.processes and _idle:
+            oldest, _ = _idle.popitem(last=False)
+            try:
+                await oldest.ended()
+            finally:
+                self.alive -= 1
+        self.alive += 1
+        return _Connection(host, kwargs)
+
+    def give(self, connection: _Connection) -> None:
+        """Keep a process for a later trajectory."""
+        _idle[connection] = None
+        self.free.release()
+
+    def end(self, connection: _Connection) -> None:
+        """Have a process end; its place is free once it has."""
+
+        async def wait() -> None:
+            try:
+                await connection.ended()
+            finally:
+                self.alive -= 1
+                self.free.release()
+
+        task = asyncio.ensure_future(wait())
+        self.ending.add(task)
+        task.add_done_callback(self.ending.discard)
+
+
+_places: weakref.WeakKeyDictionary[Any, _Places] = weakref.WeakKeyDictionary()
 
 
 def end_all() -> None:
@@ -269,6 +338,13 @@ def end_all() -> None:
 
 
 atexit.register(end_all)
+
+
+def _of_kind(kind: type[T], wire: Any, what: str) -> T:
+    value = protocol.from_wire(wire)
+    if not isinstance(value, kind):
+        raise EnvironmentFault(protocol.GARBAGE, f"its process answered {what} with a {type(value).__name__}")
+    return value
 
 
 class ProcessSession(Session):
@@ -289,47 +365,47 @@ class ProcessSession(Session):
         self.host = _hosts.setdefault(name, Host(name))
         self.connection: _Connection | None = None
         self.processes = processes
-        self.slots: asyncio.Semaphore | None = None
+        self.places: _Places | None = None
         self.healthy = False
 
     async def reset(self, seed: int) -> Observation:
-        of_loop = _semaphores.setdefault(asyncio.get_running_loop(), {})
-        slots = of_loop.setdefault(self.name, asyncio.Semaphore(self.processes))
-        await slots.acquire()  # the time until a process is free is not the environment's
-        self.slots = slots
-        self.connection = self.host.take(self.kwargs) if self.reuse else None
-        if self.connection is None:
-            self.connection = _Connection(self.host, self.kwargs)
-            async with of_loop.setdefault("", asyncio.Semaphore(ORDERS_AT_A_TIME)):
+        places = _places.setdefault(asyncio.get_running_loop(), _Places(self.processes))
+        await places.free.acquire()  # the time until a process is free is not the environment's
+        self.places = places
+        self.connection = await places.take(self.host, self.kwargs, self.reuse)
+        if not self.connection.pid:
+            async with places.orders:
                 await self.connection.open()
             await self.connection.call(None, "making it", self.reset_timeout_s)
         answer = await self.connection.call({"do": "reset", "seed": int(seed)}, "reset", self.reset_timeout_s)
+        result = _of_kind(Observation, answer, "reset")
         self.healthy = True
-        result = protocol.from_wire(answer)
-        assert isinstance(result, Observation)
         return result
 
     async def step(self, action: str) -> Step:
         assert self.connection is not None
         self.healthy = False  # until the answer is there; also if this trajectory is cancelled
         answer = await self.connection.call({"do": "step", "action": action}, "step", self.step_timeout_s)
+        result = _of_kind(Step, answer, "step")
         self.healthy = True
-        result = protocol.from_wire(answer)
-        assert isinstance(result, Step)
         return result
 
     async def close(self) -> None:
         connection, self.connection = self.connection, None
-        if connection is not None and connection.pid:
-            if self.healthy and self.reuse:
-                self.host.give(connection)
-            elif self.healthy:
-                connection.close()
-            else:
+        places, self.places = self.places, None
+        if places is None:
+            return
+        if connection is None:  # cancelled while it took one
+            places.free.release()
+        elif not connection.pid:  # none was forked
+            places.alive -= 1
+            places.free.release()
+        elif self.healthy and self.reuse:
+            places.give(connection)
+        else:
+            if not self.healthy:
                 connection.kill()
-        slots, self.slots = self.slots, None
-        if slots is not None:
-            slots.release()
+            places.end(connection)
 
 
 def open_session(
@@ -347,7 +423,8 @@ def open_session(
         kwargs: arguments of the class; plain data.
         reset_timeout_s: seconds for making the object, and again for ``reset``.
         step_timeout_s: seconds for a ``step``.
-        processes: environments that may be alive at the same time in this process; further trajectories wait.
+        processes: environments that may be alive at the same time in this process, whatever their kind and arguments,
+            idle ones included; further trajectories wait.
 
     Raises:
         EnvironmentUnavailable: the class cannot be imported, is no environment, or does not take these arguments.

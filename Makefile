@@ -4,7 +4,7 @@
 #   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
 #   make test-vllm   the tests with vLLM alone
 #   make test-verl VERL=PATH   the quick tests and three short runs on another verl: a checkout at PATH
-#   make lint   ruff and mypy
+#   make lint   ruff, mypy and the layers of the package (import-linter)
 PYTHON ?= python3.11
 VENV ?= .venv
 # A second environment for the runs with vLLM, whose build for the CPU wants other versions of a few packages.
@@ -88,6 +88,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the tests: quick ones first, then those that build or start processes, vLLM, runs of the real trainer."""
+"""Order of the tests: quick ones first, then those that build or start processes, vLLM, runs of the real trainer.
+
+And what keeps several processes with tests apart, on a machine where others use Ray as well.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from typing import Any
 
 import pytest
@@ -16,6 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Ray looks in its folder for a cluster that runs already; a test must not come to another one's.
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 class _Scheduler(LoadFileScheduling):

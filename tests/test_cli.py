@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext import __version__, bench, cli, recipes
+from verl_ext import __version__, bench, cli, overrides, recipes
 from verl_ext.recipes import ABSENT, KINDS, RecipeError
 
 HEADER = "# @package _global_\n# summary: {0}\n# paper: arXiv 1234.56789 (Some)\n# kind: {1}\n"
@@ -30,27 +30,31 @@ def write(folder: Path, name: str, body: str, summary: str = "does it", kind: st
     (folder / f"{name}.yaml").write_text(HEADER.format(summary, kind) + body, encoding="utf-8")
 
 
-def test_every_shipped_recipe_has_a_header_and_composes() -> None:
+@pytest.fixture(scope="module")
+def comparisons() -> dict[str, recipes.Comparison]:
+    return {recipe.name: recipes.compare([recipe.name]) for recipe in recipes.recipes()}
+
+
+def test_every_shipped_recipe_has_a_header_and_composes(comparisons: dict[str, recipes.Comparison]) -> None:
     shipped = recipes.recipes()
     assert {"trloo", "cpu"} <= {recipe.name for recipe in shipped}
     for recipe in shipped:
         assert recipe.kind in KINDS
         assert len(recipe.summary) <= 120
         assert "\n" not in recipe.summary
-        assert any(change.changed for change in recipes.compare([recipe.name]).changes), recipe.name
+        assert any(change.changed for change in comparisons[recipe.name].changes), recipe.name
 
 
-def test_every_option_of_ours_is_documented() -> None:
+def test_every_option_of_ours_is_documented(comparisons: dict[str, recipes.Comparison]) -> None:
     # Options of ours live below `algorithm.` and `verl_ext.`; weights of a mixture go by the estimators' names.
     bare = []
-    for recipe in recipes.recipes():
-        comparison = recipes.compare([recipe.name])
+    for name, comparison in comparisons.items():
         for change in comparison.changes:
             parents = [change.key.rsplit(".", cut)[0] for cut in range(1, change.key.count(".") + 1)]
             ours = change.key.startswith(("algorithm.", "verl_ext")) and not change.key.startswith("algorithm.mix.")
             documented = change.doc or any(parent in comparison.sections for parent in parents)
             if change.old is ABSENT and ours and not documented:
-                bare.append(f"{recipe.name}: {change.key}")
+                bare.append(f"{name}: {change.key}")
     assert bare == []
 
 
@@ -123,6 +127,23 @@ def test_show_follows_shared_parts_and_states_only_its_own_hydra_keys(own_recipe
     assert (found["algorithm.lam"].old, found["algorithm.lam"].new) == (1.0, 0.5)
     assert found["hydra.job.name"].new == "mine"
     assert [recipe.name for recipe in recipes.recipes()] == ["mine"]
+
+
+def test_a_recipe_elsewhere_shares_what_every_recipe_brings(tmp_path: Path) -> None:
+    """The block with the launch check stands once, and a folder of a user's own may name it too."""
+    import verl  # noqa: F401  (our folder comes to Hydra's search path)
+    from hydra import compose, initialize_config_module
+
+    (tmp_path / "recipe").mkdir()
+    write(tmp_path / "recipe", "mine", "defaults:\n  - /recipe/_base\n  - _self_\nalgorithm: {gamma: 0.5}\n")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        words = [f"hydra.searchpath=['file://{tmp_path}']", "+recipe=[trloo,mine,kpo]"]
+        found = compose("ppo_trainer", overrides=words, return_hydra_config=True)
+    assert found.hydra.callbacks.verl_ext._target_ == "verl_ext.integration.launch.LaunchCallback"
+    assert found.algorithm.gamma == 0.5 and found.verl_ext.rows_dir is None and "kpo" in found.verl_ext.losses
+    for recipe in recipes.recipes():
+        text = recipe.path.read_text(encoding="utf-8")
+        assert "  - /recipe/_base\n" in text and "LaunchCallback" not in text, recipe.name
 
 
 def test_show_tells_a_missing_key_from_null(own_recipes: Path) -> None:
@@ -214,7 +235,7 @@ def test_demo_refuses_what_is_no_override(argument: str, capsys: pytest.CaptureF
     "override", ["a.b=1", "+a.b=1", "++a.b=[x,y]", "~a.b", "~a=1", "actor@x.y=z", "a=", "a='b c=d'"]
 )
 def test_demo_knows_hydra_overrides(override: str) -> None:
-    assert cli._OVERRIDE.match(override)
+    assert overrides.OVERRIDE.match(override)
 
 
 def test_names_may_come_with_commas_and_brackets_each_once() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
+from verl_ext.overrides import UsageError, check_overrides
 
 USAGE_ERROR = 2
 """Exit code of a command line that cannot be carried out as written, as argparse has it."""
-
-_OVERRIDE = re.compile(r"^(~[^=\s]+(=.*)?|\+{0,2}[^-=\s~+][^=\s]*=.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -42,28 +40,6 @@ class Command:
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     extras: bool = False
-
-
-class UsageError(ValueError):
-    """The command line cannot be carried out; the message says what to type instead."""
-
-
-def check_overrides(words: Sequence[str], command: str) -> None:
-    """Refuse what is left of a command line unless it is an override for verl's trainer.
-
-    Args:
-        words: left over.
-        command: of verl-ext, for the message.
-
-    Raises:
-        UsageError: a word is no Hydra override.
-    """
-    for override in words:
-        if not _OVERRIDE.match(override):
-            raise UsageError(
-                f"{override!r} is neither an option of `verl-ext {command}` (see --help) nor a Hydra override: "
-                "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
-            )
 
 
 # --- list ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ standard library alone at load time, since the plugin uses it in every process t
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -379,7 +380,7 @@ def compare(names: Sequence[str]) -> Comparison:
         for target, source in ((leaves, own_leaves), (sections, own_sections)):
             for key, doc in source.items():
                 target[key] = doc or target.get(key, "")
-    before = dict(_flatten(compose([])))
+    before = dict(_flatten(_without_recipes()))
     after = dict(_flatten(compose(names)))
     order = {key: place for place, key in enumerate(leaves)}
     keys = sorted({*before, *after}, key=lambda key: (order.get(key, len(order)), key))
@@ -389,6 +390,11 @@ def compare(names: Sequence[str]) -> Comparison:
         if key in order or (change.changed and not key.startswith("hydra.")):
             changes.append(change)
     return Comparison(tuple(changes), {key: doc for key, doc in sections.items() if doc})
+
+
+@functools.cache
+def _without_recipes() -> dict[str, Any]:
+    return compose([])
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

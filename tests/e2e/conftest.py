@@ -1,17 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model and one data set for all end-to-end runs of the session."""
+"""One model, one data set and one Ray for all end-to-end runs of the session that do not test how a run starts."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import yaml
 from harness import REWARD, Lab, make_data, make_model
+from standing_ray import StandingRay
+
+from verl_ext.recipes import recipe_root
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def standing_ray() -> Iterator[StandingRay]:
+    recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text(encoding="utf-8"))
+    variables = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
+    variables.update(VERL_PLATFORM="cpu", VERL_EXT_STRICT="1", VERL_USE_EXTERNAL_MODULES="verl_ext.plugin")
+    ray = StandingRay(variables)
+    yield ray
+    ray.end()
+
+
+@pytest.fixture(scope="session")
+def cold_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Every run starts as a user's command does, with a Ray of its own."""
     root = tmp_path_factory.mktemp("e2e")
     model = make_model(root / "model")
     data = make_data(root)
     reward = root / "reward.py"
     reward.write_text(REWARD)
     return Lab(model=model, data=data, reward=reward, root=root)
+
+
+@pytest.fixture(scope="session")
+def lab(cold_lab: Lab, request: pytest.FixtureRequest) -> Lab:
+    """The runs share a Ray and a process with the imports."""
+    if "VERL_EXT_TEST_STANDING" not in os.environ:
+        return cold_lab
+    standing_ray = request.getfixturevalue("standing_ray")
+    return Lab(cold_lab.model, cold_lab.data, cold_lab.reward, cold_lab.root, standing=standing_ray)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from standing_ray import StandingRay
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -132,12 +134,10 @@ class Lab:
     reward: Path
     root: Path
     python: str = sys.executable
+    standing: StandingRay | None = None
 
-    def command(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
+    def arguments(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
         return [
-            self.python,
-            "-m",
-            "verl.trainer.main_ppo",
             *([f"+recipe={recipe}"] if recipe else []),
             f"data.train_files={self.data}",
             f"data.val_files={self.data}",
@@ -172,20 +172,23 @@ class Lab:
     ) -> Run:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
-        A run that outlives `timeout` seconds is killed and fails the test.
+        Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray. A
+        run that outlives `timeout` seconds is killed and fails the test.
         """
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
-        variables = {
-            **os.environ,
-            "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-            **(environment or {}),
-        }
+        variables = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **(environment or {})}
+        command = [self.python, "-m", "verl.trainer.main_ppo"]
+        if self.standing is not None:
+            variables = self.standing.environment(variables)
+            command = self.standing.command()
+            (folder / "exit_code").unlink(missing_ok=True)
+        command += self.arguments(folder, recipe, overrides)
         started = time.monotonic()
         with (folder / "log.txt").open("ab") as log:
             child = subprocess.Popen(
-                self.command(folder, recipe, overrides),
-                env=variables,
+                command,
+                env={**os.environ, **variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -206,7 +209,11 @@ class Lab:
                 if child.poll() is None:
                     child.kill()
                 child.wait()
-        return Run(folder, child.returncode, time.monotonic() - started)
+        code = child.returncode
+        if self.standing is not None:
+            said = folder / "exit_code"
+            code = int(said.read_text()) if said.exists() else -signal.SIGKILL
+        return Run(folder, code, time.monotonic() - started)
 
 
 def processes(run_folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
     environment = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
     environment.update(VERL_PLATFORM="cpu", PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
     overrides = [
-        *leaves({key: value for key, value in recipe.items() if key not in ("hydra", "verl_ext")}),
+        *leaves({key: value for key, value in recipe.items() if key not in ("defaults", "verl_ext")}),
         "algorithm.adv_estimator=grpo",
         "+ray_kwargs.ray_init.num_gpus=1",
         "ray_kwargs.ray_init.num_cpus=20",

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from verl_ext.reproduce import collect as collecting
-from verl_ext.reproduce import runs
+from verl_ext.reproduce import render, runs
 from verl_ext.reproduce.collect import (
     NOT_SHOWN,
     OPPOSITE,
@@ -210,7 +210,7 @@ def test_full_scale_stands_beside_the_paper(table: Table, make: Make, tmp_path: 
 def test_no_runs_names_the_command(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CollectError, match="Run: verl-ext reproduce run otb/ways --scale laptop"):
         collect(table, "laptop", tmp_path / "runs")
-    assert collecting.main(table, "full", tmp_path / "runs") == 1
+    assert render.main(table, "full", tmp_path / "runs") == 1
     said = capsys.readouterr()
     assert "verl-ext reproduce run otb/ways --scale full" in said.err and said.out == ""
     assert not (tmp_path / "runs").exists()

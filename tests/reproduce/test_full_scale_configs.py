@@ -19,7 +19,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
 from verl_ext.integration import launch
-from verl_ext.reproduce import needs, plan, scripts
+from verl_ext.reproduce import plan, scripts
 from verl_ext.reproduce.prepare import find_source
 from verl_ext.reproduce.tables import Cell, Table, find_table, tables
 
@@ -332,8 +332,8 @@ def test_metrics_can_be_logged(table: Table) -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_data_sets_are_known(table: Table) -> None:
-    assert needs.data_names(table.full)
-    assert all(find_source(name).name == name for name in needs.data_names(table.full))
+    assert table.full.data_names
+    assert all(find_source(name).name == name for name in table.full.data_names)
 
 
 # --- launch scripts -----------------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ def test_the_definition_covers_what_decides_the_rows() -> None:
 
 
 def test_every_source_is_used_and_told() -> None:
-    used = {name.removesuffix(prepare.PLAIN) for table in tables() for name in needs.data_names(table.full)}
+    used = {name.removesuffix(prepare.PLAIN) for table in tables() for name in table.full.data_names}
     for name in prepare.source_names():
         source = find_source(name)
         assert name in used or source.tables, f"no table has {name}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.reproduce import render, runs
-from verl_ext.reproduce.collect import NOT_SHOWN, OPPOSITE, SHOWN, UNKNOWN, Difference, Summary, collect, main
+from verl_ext.reproduce.collect import NOT_SHOWN, OPPOSITE, SHOWN, UNKNOWN, Difference, Summary, collect
 from verl_ext.reproduce.metrics import Interval
 from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Table, read_table
 
@@ -264,7 +264,7 @@ def test_files_and_printed_table(table: Table, tmp_path: Path, capsys: pytest.Ca
 
     for scale in ("laptop", "full"):
         make(table, scale, tmp_path)
-        assert main(table, scale, tmp_path) == 0
+        assert render.main(table, scale, tmp_path) == 0
         folder = tmp_path / "otb.ways" / scale
         said = capsys.readouterr().out
         assert (folder / "table.md").read_text(encoding="utf-8") in said

@@ -290,7 +290,7 @@ def test_the_full_scale_names_what_is_missing_before_it_starts(
 def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     cells = [OTB.full.cells["otb_n4"]]
-    for name in needs.data_names(OTB.full):
+    for name in OTB.full.data_names:
         Path(plan.data_file(name, tmp_path)).write_bytes(b"PAR1")
 
     def said(**more: Any) -> list[str]:
@@ -298,7 +298,7 @@ def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypat
         return [lack.what for lack in found if "package" not in lack.what]
 
     assert said() == []
-    assert said(sums=True) == [f"the data {name} cannot be used" for name in needs.data_names(OTB.full)]
+    assert said(sums=True) == [f"the data {name} cannot be used" for name in OTB.full.data_names]
     assert said(extra=["data.train_files=x", "data.val_files=x"], sums=True) == []
     assert said(extra=["trainer.n_gpus_per_node=16"]) == ["16 GPUs are needed and 8 are seen"]
     assert said(extra=["trainer.nnodes=2"]) == ["2 nodes with 8 GPUs each are needed"]

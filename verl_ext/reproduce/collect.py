@@ -29,7 +29,6 @@ import difflib
 import math
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -203,28 +202,6 @@ class Result:
     dates: tuple[str, str] | None
     problems: Sequence[str]
     commands: Sequence[str]
-
-
-def main(table: Table, scale: str, out: Path) -> int:
-    """Collect a table, write its files and print it.
-
-    Args:
-        table, scale, out: as in :func:`collect`.
-
-    Returns:
-        0, or 1 if there is nothing to collect.
-    """
-    from verl_ext.reproduce import render
-
-    try:
-        result = collect(table, scale, out)
-    except CollectError as error:
-        print(f"verl-ext reproduce: {error}", file=sys.stderr)
-        return 1
-    print(render.markdown(result))
-    for path in render.write(result):
-        print(path)
-    return 0
 
 
 def collect(table: Table, scale: str, out: Path) -> Result:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from verl_ext.overrides import UsageError, check_overrides
 from verl_ext.reproduce import needs, plan, runs
 from verl_ext.reproduce.tables import (
     SCALES,
@@ -166,8 +167,6 @@ _FIXED = {
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
-    from verl_ext.cli import UsageError, check_overrides
-
     words = [*args.overrides, *args.extras]
     check_overrides(words, f"reproduce {args.action}")
     for word in words:
@@ -180,8 +179,6 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _nothing_else(args: argparse.Namespace) -> None:
-    from verl_ext.cli import UsageError
-
     if args.extras:
         raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")
 
@@ -248,7 +245,7 @@ def _plan(args: argparse.Namespace) -> int:
     if scale.name == "full":
         if scale.hardware is not None and scale.hardware.note:
             print(_wrapped("       ", f"hardware: {scale.hardware.note}"))
-        print(_wrapped("data:  ", ", ".join(needs.data_names(scale)) or "none"))
+        print(_wrapped("data:  ", ", ".join(scale.data_names) or "none"))
         for place, text in enumerate(table.open):
             print(_wrapped("open:  - " if place == 0 else "       - ", text))
         print(_wrapped("published: ", f"in {table.published_in}" if table.published_in else "nothing"))
@@ -321,8 +318,6 @@ def _run(args: argparse.Namespace) -> int:
             check=not args.no_check,
         )
     if args.no_wait or args.at_once != 1:
-        from verl_ext.cli import UsageError
-
         raise UsageError("--at-once and --no-wait are for jobs of a cluster: give its --submit ADDRESS as well")
     return run_here(
         table,
@@ -338,11 +333,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import collect
+    from verl_ext.reproduce import render
 
     _nothing_else(args)
     table, scale = _chosen(args)
-    return collect.main(table, scale.name, args.out)
+    return render.main(table, scale.name, args.out)
 
 
 def _script(args: argparse.Namespace) -> int:

@@ -73,11 +73,6 @@ def packages(table: Table, cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(name.lower().replace("_", "-") for name in found))
 
 
-def data_names(scale: Scale) -> list[str]:
-    """Data sets of a scale, training first, each once."""
-    return list(dict.fromkeys(name for split in ("train", "val") for name in scale.data.get(split, ())))
-
-
 def lacks(
     table: Table,
     scale: Scale,

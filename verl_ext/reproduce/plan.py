@@ -31,7 +31,7 @@ _RUN_LOCAL = (
 
 
 def data_home() -> Path:
-    """Folder of the prepared data sets: ``data`` in the package's cache (:func:`verl_ext.demo.assets.home`)."""
+    """Folder of the prepared data sets: ``data`` in the package's cache (:func:`verl_ext.cache.home`)."""
     return home() / "data"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.recipes import suggestion
-from verl_ext.reproduce import needs, plan
+from verl_ext.reproduce import plan
 from verl_ext.reproduce.tables import CERTAINTIES, Table, load_yaml
 
 PLAIN = ".plain"
@@ -529,7 +529,7 @@ def names_of(table: Table, only: Sequence[str] | str | None = None) -> list[str]
     Raises:
         PrepareError: a name is not among them.
     """
-    own = needs.data_names(table.full)
+    own = table.full.data_names
     if not only:
         return own
     wanted = [only] if isinstance(only, str) else list(only)

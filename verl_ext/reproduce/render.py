@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +23,14 @@ from verl_ext.reproduce.collect import (
     UNKNOWN,
     Beside,
     CellResult,
+    CollectError,
     Difference,
     Result,
     Summary,
+    collect,
 )
 from verl_ext.reproduce.metrics import Interval
-from verl_ext.reproduce.tables import MetricSpec, Published, Scale
+from verl_ext.reproduce.tables import MetricSpec, Published, Scale, Table
 
 LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number"
 
@@ -148,6 +151,26 @@ def head(spec: MetricSpec) -> str:
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def main(table: Table, scale: str, out: Path) -> int:
+    """Collect a table, write its files and print it.
+
+    Args:
+        table, scale, out: as in `collect`.
+
+    Returns:
+        0, or 1 if there is nothing to collect.
+    """
+    try:
+        result = collect(table, scale, out)
+    except CollectError as error:
+        print(f"verl-ext reproduce: {error}", file=sys.stderr)
+        return 1
+    print(markdown(result))
+    for path in write(result):
+        print(path)
+    return 0
 
 
 def markdown(result: Result) -> str:

@@ -180,9 +180,9 @@ def run(
     if failed:
         print(f"\nfailed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
     if collect and not stopped:
-        from verl_ext.reproduce import collect as collecting
+        from verl_ext.reproduce import render
 
         print(flush=True)
-        collected = collecting.main(table, scale.name, out)
+        collected = render.main(table, scale.name, out)
         return first or collected
     return first

@@ -292,7 +292,7 @@ def main(
         print(f"not complete: {', '.join(failed)}; the same command submits them again", file=sys.stderr)
     if not collect:
         return 1 if failed else 0
-    from verl_ext.reproduce import collect as collecting
+    from verl_ext.reproduce import render
 
-    collected = collecting.main(table, scale.name, out)
+    collected = render.main(table, scale.name, out)
     return 1 if failed else collected

@@ -199,6 +199,11 @@ class Scale:
         """Names of the cells that can be run."""
         return [name for name, cell in self.cells.items() if cell.runnable]
 
+    @property
+    def data_names(self) -> list[str]:
+        """Data sets, training first, each once."""
+        return list(dict.fromkeys(name for split in ("train", "val") for name in self.data.get(split, ())))
+
 
 @dataclass(frozen=True)
 class Table:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray that stands while many runs come and go, with a process that has done the imports of all of them.
+
+As a script it starts both, prints how to reach them as one line of JSON, and ends them when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from verl_ext.platform import fork_worker
+
+HERE = Path(__file__).resolve().parent
+RAYLET = "RAY_RAYLET_PID"
+NAME = "tests"
+
+
+class StandingRay:
+    """The processes, and what a run needs to use them."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        """Start; `variables` are those that the recipe `cpu` gives to every process of a run."""
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):
+                break
+        assert line, "Ray did not start"
+        self.found = json.loads(line)
+
+    def command(self) -> list[str]:
+        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports."""
+        return [sys.executable, "-I", "-S", fork_worker.__file__, str(HERE / "forked_trainer.py")]
+
+    def environment(self, variables: dict[str, str]) -> dict[str, str]:
+        """`variables` for the launcher, and through Ray's job for every process of the run."""
+        job = {"runtime_env": {"env_vars": variables, "py_executable": fork_worker.py_executable()}}
+        return {
+            **variables,
+            fork_worker.SHARED: NAME,
+            RAYLET: self.found["raylet"],
+            "RAY_ADDRESS": self.found["address"],
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),
+        }
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
+
+
+def main() -> None:
+    os.environ[fork_worker.SHARED] = NAME
+    import ray
+
+    # Logical figures, so many that a run need not wait for the processes of the last one to be gone.
+    context = ray.init(num_gpus=8, num_cpus=100, include_dashboard=False, log_to_driver=False)
+    os.environ[RAYLET] = str(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
+    connection = fork_worker.connect(int(os.environ[RAYLET]))
+    assert connection is not None, "the process with the imports did not start"
+    connection.close()
+    print(json.dumps({"address": context.address_info["address"], "raylet": os.environ[RAYLET]}), flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -26,7 +27,7 @@ TRIED = ">=0.9.1,<0.10"
 
 TRAINER, ENGINE, UPDATES, PRUNING = "the trainer", "the FSDP engine", "verl_ext.updates_per_batch", "dvp"
 LOOPS, MULTI_TURN, ORCHESTRA = (
-    "the agent loops",
+    "an agent loop of verl_ext",
     "the agent loop verl_ext_multi_turn",
     "the agent loop verl_ext_orchestra",
 )
@@ -69,7 +70,8 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     PRUNING: {"verl.workers.rollout.llm_server": ("LLMServerClient.generate(request_id, sampling_params)",)},
     LOOPS: {
         "verl.experimental.agent_loop.agent_loop": (
-            "AgentLoopBase.run",
+            # With it the token builder is always there; before, a loop had one only if it was asked for.
+            "AgentLoopBase(hf_model_type)",
             "AgentLoopMetrics(generate_sequences, tool_calls, compute_score, num_preempted)",
             "AgentLoopOutput(prompt_ids, response_ids, response_mask, response_logprobs, multi_modal_data, "
             "reward_score, num_turns, metrics, extra_fields)",
@@ -250,7 +252,11 @@ def missing(wanted: Iterable[str]) -> list[str]:
     for feature in wanted:
         for module, names in NEEDS[feature].items():
             try:
-                owner = importlib.import_module(module)
+                with warnings.catch_warnings():
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # verl's, of engines that are not installed; the workers say it again
+                    owner = importlib.import_module(module)
             except ImportError as error:
                 found.append(f"{feature} needs the module {module} ({error})")
                 continue
@@ -331,16 +337,9 @@ def _lacking(module: Any, need: str) -> str | None:
     except (AttributeError, wraps.UnsupportedVerl):
         return shown
     asked = [name.strip() for name in (parts["parameters"] or "").split(",") if name.strip()]
-    refused = not_taken(found, asked) if asked else []
+    # One that would vanish in **kwargs is not taken.
+    refused = [name for name in asked if name not in inspect.signature(found).parameters] if asked else []
     return f"{shown} with the parameter {' and '.join(refused)}" if refused else None
-
-
-def not_taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Those of the names that the function cannot be given by keyword."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    return [name for name in names if name not in parameters]
 
 
 # ---- overrides -----------------------------------------------------------------------------------------------------

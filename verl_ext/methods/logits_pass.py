@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from verl_ext.methods.logits_sums import Sums, Weights
+
 __all__ = ["OUT_OF_SET_FLOOR", "TokenStatistics", "token_statistics"]
 
 #: Bytes of a core's second-level cache where the system does not tell.
@@ -206,28 +208,6 @@ def _triton_is_installed() -> bool:
 
 def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-class Sums(NamedTuple):
-    """Sums over the vocabulary, of each computed row; [N]."""
-
-    largest: torch.Tensor  #: max x
-    label: torch.Tensor  #: x at the label
-    full: torch.Tensor  #: sum of e, the whole vocabulary, float64 as the others
-    kept: torch.Tensor  #: sum of e, the set
-    surprise: torch.Tensor | None  #: sum of e ln e, the set
-    squares: torch.Tensor | None  #: sum of e^2, the set
-    size: torch.Tensor | None  #: number of tokens in the set
-
-
-class Weights(NamedTuple):
-    """What the backward pass needs of each computed row: gradient = e (constant + slope ln e) on the set, and
-    `label` at the label; [N]."""
-
-    constant: torch.Tensor
-    slope: torch.Tensor | None
-    label: torch.Tensor
-    active: torch.Tensor  #: bool; False: the gradient of the whole row is zero
 
 
 class _Pass(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl_ext.methods.logits_pass import Sums, Weights
+from verl_ext.methods.logits_sums import Sums, Weights
 
 #: Columns of one tile, warps of one program, and tiles of forward that are on their way at once.
 BLOCK, WARPS, STAGES = 2048, 8, 4

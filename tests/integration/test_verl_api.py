@@ -7,8 +7,9 @@ import ast
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import verl
 import verl.trainer.ppo.v1 as v1
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeResult
@@ -25,6 +27,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import verl_ext
 from verl_ext import plugin
 from verl_ext.integration import agent_gradients, dvp, engine, verl_api, wraps
+from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.metrics_file import MetricsFile
 from verl_ext.integration.trainer import VerlExtTrainer
 from verl_ext.platform.engine import CpuFsdpMixin
 
@@ -85,6 +89,11 @@ def test_every_name_that_is_imported_is_on_the_list() -> None:
         if (module, name) not in listed and f"{module}.{name}" not in modules
     ]
     assert lacking == [], "add them to verl_api.NEEDS"
+
+
+def test_every_wrap_is_on_the_list() -> None:
+    listed = {target for targets in verl_api.TARGETS.values() for target in targets}
+    assert {value for value in vars(wraps).values() if isinstance(value, wraps.Target)} <= listed
 
 
 @pytest.mark.parametrize(
@@ -335,6 +344,34 @@ def test_a_replacement_that_verl_does_not_call_is_noticed(target: wraps.Target) 
                 with wraps.must_be_called(target):
                     assert call() == 2
     assert module.function is elsewhere
+
+
+def test_a_trainer_that_computes_advantages_elsewhere_is_refused() -> None:
+    """It has bound the function before; the estimators would get no rows, and nothing would say so."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    bound = trainer_base.compute_advantage_for_multi_trajectories
+
+    class Elsewhere:
+        def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            return bound.__name__
+
+    class Trainer(VerlExtTrainer, Elsewhere):
+        parts = (Part(None),)
+
+        def __init__(self) -> None: ...
+
+    with pytest.raises(wraps.UnsupportedVerl, match="compute_advantage_for_multi.* no longer calls it where"):
+        Trainer()._compute_advantage(None, {})
+
+
+@pytest.mark.parametrize(("loggers", "refused"), [(["console"], False), (["console", "file"], True)])
+def test_a_file_logger_that_is_not_made_is_noticed(loggers: list[str], refused: bool) -> None:
+    trainer = SimpleNamespace(global_steps=0)
+    part = MetricsFile(OmegaConf.create({"trainer": {"logger": loggers}}), trainer)
+    with pytest.raises(wraps.UnsupportedVerl, match="FileLogger .*no longer calls it") if refused else nullcontext():
+        with part.around_fit():
+            pass
 
 
 def test_a_replaced_class_is_counted_and_stays_a_class(target: wraps.Target) -> None:

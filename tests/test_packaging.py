@@ -34,7 +34,7 @@ import verl_ext.reproduce.tables as t
 folder = r.recipe_root() / "recipe"
 files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.yaml"))
 print(json.dumps({
-    "root": str(r.recipe_root()), "uri": r.search_path_uri(), "files": files,
+    "root": str(r.recipe_root()), "uri": r.search_path_uris()[0], "files": files,
     "names": [x.name for x in r.recipes()], "tables": list(t.table_paths()),
     "module": importlib.util.find_spec("recipe") is not None,
 }))

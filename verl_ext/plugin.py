@@ -108,7 +108,7 @@ def _register_search_path(hydra: Any) -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    from verl_ext.recipes import is_table, search_path_uri, table_message
+    from verl_ext.recipes import is_table, search_path_uris, table_message
 
     for name in [name for argument in sys.argv[1:] for name in _recipes_in(argument)]:
         if "/" in name and is_table(name):
@@ -116,18 +116,20 @@ def _register_search_path(hydra: Any) -> None:
             raise SystemExit(f"verl_ext: {table_message(name)}")
 
     class RecipeSearchPath(SearchPathPlugin):
-        """Appends the folder that holds the recipes, after verl's own."""
+        """Appends the folders that hold recipes, after verl's own."""
 
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            search_path.append(provider="verl_ext", path=search_path_uri())
+            for uri in search_path_uris():
+                search_path.append(provider="verl_ext", path=uri)
 
     Plugins.instance().register(RecipeSearchPath)
 
 
 def _register_estimators(module: Any) -> None:
-    from verl_ext.integration import estimators, losses
+    from verl_ext.integration import estimators, losses, mix
 
     estimators.register()
+    mix.register()
     losses.register()
 
 

@@ -22,6 +22,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +134,44 @@ def recipe_root() -> Path:
     )
 
 
-def search_path_uri() -> str:
-    """The entry for Hydra's search path under which ``+recipe=<name>`` finds the files of this package."""
-    return f"file://{recipe_root()}"
+METHODS_GROUP = "verl_ext.methods"
+"""Entry points of packages that bring methods of their own: the estimator's name and the method's function."""
+
+
+@functools.cache
+def method_entry_points() -> tuple[EntryPoint, ...]:
+    """The entry points of the group `METHODS_GROUP`, by name; nothing is imported."""
+    return tuple(sorted(entry_points(group=METHODS_GROUP), key=lambda point: point.name))
+
+
+def recipe_roots() -> list[Path]:
+    """`recipe_root` and the packages with methods of their own that hold a folder ``recipe/``.
+
+    Raises:
+        RecipeError: the installation has no recipes.
+    """
+    roots = [recipe_root()]
+    for package in sorted({point.value.split(".")[0].split(":")[0] for point in method_entry_points()}):
+        spec = importlib.util.find_spec(package)
+        places = [Path(place) for place in (spec.submodule_search_locations or [] if spec else [])]
+        roots += [place for place in places if (place / GROUP).is_dir()]
+    return roots
+
+
+def search_path_uris() -> list[str]:
+    """The entries for Hydra's search path under which ``+recipe=<name>`` finds its file."""
+    return [f"file://{root}" for root in recipe_roots()]
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe of this installation, ordered by kind and then by name.
+    """Every recipe of this installation and of packages with methods, ordered by kind and then by name.
 
     Raises:
         RecipeError: a recipe's header lacks a field or names an unknown kind.
     """
-    folder = recipe_root() / GROUP
     found = []
-    for path in sorted(folder.rglob("*.yaml")):
+    folders = [root / GROUP for root in recipe_roots()]
+    for path, folder in ((path, root) for root in folders for path in sorted(root.rglob("*.yaml"))):
         name = path.relative_to(folder).with_suffix("").as_posix()
         if any(part.startswith(("_", ".")) for part in name.split("/")):
             continue
@@ -351,8 +376,8 @@ def compose(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, An
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    quoted = search_path_uri().replace("\\", "\\\\").replace("'", "\\'")
-    arguments = [f"hydra.searchpath=['{quoted}']"]
+    quoted = [uri.replace("\\", "\\\\").replace("'", "\\'") for uri in search_path_uris()]
+    arguments = ["hydra.searchpath=[" + ",".join(f"'{uri}'" for uri in quoted) + "]"]
     if names:
         arguments.append(f"+{GROUP}=[{','.join(names)}]")
     try:

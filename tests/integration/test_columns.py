@@ -69,3 +69,21 @@ def test_nan_reward_names_prompt_trajectory_and_turn() -> None:
     with pytest.raises(columns.BatchError, match="reward inf"):
         methods.check_rewards(fields, torch.tensor([[0.0, float("inf")]]), ["q_4_1"])
     methods.check_rewards({"valid_row": np.array([False])}, torch.tensor([[float("nan")]]), ["q_4_1"])
+
+
+def test_the_turn_that_the_agent_loop_gives_counts() -> None:
+    """Calls made side by side end in another order than they began in."""
+    said = [{"turn_index": 2**53 + 1}, {"turn_index": np.int64(2**53)}, {}]
+    found, _ = columns.row_fields(["u_0_0", "u_0_1", "u_1_7"], [{}] * 3, said)
+    assert found["turn_index"].tolist() == [2**53 + 1, 2**53, 7] and found["turn_index"].dtype == np.int64
+    for wrong in ("1", 1.0, True):
+        with pytest.raises(columns.BatchError, match="turn_index of row u_0_0 is"):
+            columns.row_fields(["u_0_0"], [{}], [{"turn_index": wrong}])
+
+
+def test_a_field_of_the_users_own_is_read_from_what_the_agent_loop_said() -> None:
+    said = [{"level": "a"}, {"level": ["b"]}, {}]
+    found, missing = columns.row_fields(["u_0_0", "u_1_0", "p_0_0"], [{}, {}, {"is_padding": True}], said)
+    batch = columns.ActiveBatch(found, missing, said)
+    assert batch.column("level").tolist() == ["a", ["b"], None] and batch.column("agent_id") is None
+    assert batch.column("colour") is None and "2 of 2 rows lack it; they have level" in batch.missing["colour"]

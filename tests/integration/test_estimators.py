@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import verl.trainer.ppo.core_algos as core_algos
+import yaml
 from omegaconf import OmegaConf
 
-from verl_ext.integration import columns, metrics
+from verl_ext.integration import columns, estimators, metrics
+from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import weights
 from verl_ext.integration.options import OptionError
+from verl_ext.recipes import find_recipe
 
-OURS = ["trloo", "dr_mas", "hgpo", "gigpo", "otb"]
+OURS = ["trloo", "dr_mas", "hgpo", "gigpo", "otb", "maxrl"]
 
 
 def batch(prompts: int = 3, samples: int = 4, turns: int = 3, length: int = 6, seed: int = 0) -> dict[str, Any]:
@@ -65,6 +69,81 @@ def test_by_hand_and_through_the_trainer_are_the_same(name: str) -> None:
         assert torch.equal(one, two) and torch.isfinite(one).all() and one.abs().sum() > 0
     assert active.metrics and all(np.isfinite(value) for value in active.metrics.values())
     assert all(key.startswith(f"{name}/") for key in active.metrics)
+
+
+def test_help_shows_the_fields_of_the_method() -> None:
+    fn = core_algos.get_adv_estimator_fn("hgpo")
+    shown = inspect.signature(fn).parameters
+    assert list(shown)[:4] == ["token_level_rewards", "response_mask", "index", "config"]
+    assert {"traj_uid", "turn_index", "anchor_obs", "turn_reward", "is_action_valid", "valid_row"} < set(shown)
+    assert not {"gamma", "mode"} & set(shown)
+    assert "history_length" in fn.__doc__ and "anchor_obs: [B]" in fn.__doc__ and fn.__name__ == "hgpo"
+
+
+def test_options_come_from_the_node_then_from_verls_key_then_from_the_signature() -> None:
+    def settings(name: str, **node: Any) -> dict[str, Any]:
+        return ESTIMATORS[name].settings(OmegaConf.create(node))
+
+    assert settings("hgpo")["gamma"] == 0.95 and settings("hgpo", gamma=0.5)["gamma"] == 0.5
+    assert settings("hgpo", gamma=0.5, hgpo={"gamma": 0.9})["gamma"] == 0.9
+    assert settings("dr_mas", norm_adv_by_std_in_grpo=False)["norm_by_std"] is False
+    assert settings("dr_mas", norm_adv_by_std_in_grpo=False, dr_mas={"norm_by_std": True})["norm_by_std"] is True
+    assert settings("dr_mas", dr_mas={"norm_by_std": None, "group_by": None}, norm_adv_by_std_in_grpo=True) == {
+        "level": "agent",
+        "norm_by_std": True,
+        "invalid_action_penalty_coef": 0.1,
+        "epsilon": 1e-6,
+        "group_by": None,
+    }
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_recipe_states_the_defaults_of_the_signature(name: str) -> None:
+    recipe = yaml.safe_load(find_recipe(name).path.read_text())["algorithm"]
+    own = {option: parameter.default for option, parameter in ESTIMATORS[name].parameters.options.items()}
+    if "gamma" in own:
+        assert recipe["gamma"] == own.pop("gamma")
+    stated = recipe[name]
+    if name == "dr_mas":  # null: verl's own key, which is true
+        assert stated["norm_by_std"] is None and own["norm_by_std"] is True
+        stated["norm_by_std"] = True
+    assert {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()} == own
+
+
+@pytest.mark.parametrize("name", [*OURS, "mix"])
+def test_in_a_training_process_an_estimator_does_not_guess(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the trainer's batch TRLOO would take every row for a trajectory of its own."""
+    data = {key: value for key, value in batch().items() if key in VERLS}
+    monkeypatch.setenv("VERL_EXT_STRICT", "1")
+    with pytest.raises(columns.RowFieldMissing, match=f"'{name}' was called in a training process.*trainer.use_v1"):
+        call(name, data, OmegaConf.create({"mix": {"trloo": 1.0}}))
+
+
+def test_groups_by_a_field_of_the_users_own() -> None:
+    data = batch()
+    levels = [f"level {i % 2}" for i in range(len(data["index"]))]
+    config = OmegaConf.create({"otb": {"group_by": ["index", "level"]}})
+    by_hand, _ = core_algos.get_adv_estimator_fn("otb")(**data, level=levels, config=config)
+    assert not torch.equal(by_hand, call("otb", data, None)[0])
+    rest = {key: value for key, value in data.items() if key not in VERLS}
+    rest["valid_row"] = np.ones(len(levels), dtype=bool)
+    with columns.active(columns.ActiveBatch(dict(rest), extra_fields=[{"level": level} for level in levels])):
+        in_run, _ = call("otb", {key: data[key] for key in VERLS}, config)
+    assert torch.equal(by_hand, in_run)
+    lacking = columns.ActiveBatch(dict(rest), extra_fields=[{"level": "a"}, *[{"other": 1}] * (len(levels) - 1)])
+    with columns.active(lacking), pytest.raises(columns.RowFieldMissing, match="'level'.*35 of 36 rows lack it"):
+        call("otb", {key: data[key] for key in VERLS}, config)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("agentid", "did you mean 'agent_id'"), ("turn_idx", "did you mean 'turn_index'"), ("entropy", "entry a token")],
+)
+def test_a_misspelled_group_field_is_refused_at_launch(field: str, message: str) -> None:
+    node = OmegaConf.create({"trloo": {"group_by": ["index", field]}})
+    with pytest.raises(OptionError, match=message):
+        estimators.check(node, ["trloo"])
+    estimators.check(OmegaConf.create({"trloo": {"group_by": ["index", "difficulty"]}}), ["trloo"])
 
 
 NEEDS = {

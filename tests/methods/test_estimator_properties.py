@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from verl_ext.methods.dr_mas import dr_mas_advantage
 from verl_ext.methods.gigpo import gigpo_advantage
 from verl_ext.methods.hgpo import hgpo_advantage
+from verl_ext.methods.maxrl import maxrl_advantage
 from verl_ext.methods.otb import otb_advantage
 from verl_ext.methods.trloo import trloo_advantage
 
@@ -36,6 +37,8 @@ VARIANTS = {
     "hgpo": (hgpo_advantage, STEP, (), {}),
     "hgpo-base": (hgpo_advantage, STEP, (), {"mode": "mean_norm", "base_group": True, "history_length": 4}),
     "hgpo-paper": (hgpo_advantage, STEP, (), {"level_weights": "paper", "history_length": 0}),
+    "maxrl": (maxrl_advantage, ("traj_uid",), (), {}),
+    "maxrl-rows": (maxrl_advantage, (), (), {}),
     "otb": (otb_advantage, (), TOKEN, {}),
     "otb-no-tail": (otb_advantage, (), TOKEN, {"handle_zero_tail": False}),
     "otb-loo": (otb_advantage, (), TOKEN, {"baseline": "leave_one_out"}),
@@ -63,9 +66,10 @@ RELATIVE = {"rtol": 1e-5, "atol": 1e-5}
 def run(variant, batch):
     function, row_names, token_names, options = VARIANTS[variant]
     fields = {name: batch[name] for name in (*row_names, *token_names, "valid_row")}
-    advantages, returns = function(
-        batch["token_level_rewards"], batch["response_mask"], batch["index"], **fields, **options
-    )
+    rewards = batch["token_level_rewards"]
+    if variant.startswith("maxrl"):
+        rewards = rewards.abs()  # it takes no others
+    advantages, returns = function(rewards, batch["response_mask"], batch["index"], **fields, **options)
     for out in (advantages, returns):
         assert out.shape == batch["response_mask"].shape and out.dtype == torch.float32
         assert torch.isfinite(out).all()
@@ -249,7 +253,7 @@ def test_huge_and_tiny_rewards_stay_finite(variant, batch, scale):
 
 @every_variant
 def test_groups_of_one_row(variant):
-    """A lone row: TRLOO, OTB and the episode part keep the reward, HGPO has nothing to compare it with."""
+    """A lone row: TRLOO, OTB and the episode part keep the reward, HGPO and MaxRL have nothing to compare it with."""
     batch = {
         "index": column(["u"]),
         "traj_uid": column(["t"]),
@@ -264,7 +268,7 @@ def test_groups_of_one_row(variant):
         "old_log_probs": torch.full((1, 3), -0.5),
         "sum_pi_squared": torch.full((1, 3), 0.5),
     }
-    expected = {"hgpo": 0.0, "hgpo-paper": 0.0}.get(variant, 2.0)
+    expected = 0.0 if variant in ("hgpo", "hgpo-paper", "maxrl", "maxrl-rows") else 2.0
     advantages, _ = run(variant, batch)
     torch.testing.assert_close(advantages, torch.tensor([[expected, expected, 0.0]]), rtol=5e-6, atol=0)
 

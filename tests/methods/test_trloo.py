@@ -132,9 +132,9 @@ def test_errors_name_the_field_and_the_remedy():
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "t"], turn_index=[0, 0])
     with pytest.raises(RowFieldError, match="traj_uid.*entry 1 is None"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", None], turn_index=[0, 0])
-    with pytest.raises(ValueError, match="contains 'index'"):
+    with pytest.raises(ValueError, match="must name 'index'"):
         trloo_advantage(rewards, mask, ["a", "a"], group_by=["turn_index"])
-    with pytest.raises(ValueError, match="baseline='median' is not one of"):
+    with pytest.raises(ValueError, match="baseline='median': choose one of 'leave_one_out', 'mean'"):
         trloo_advantage(rewards, mask, ["a", "a"], baseline="median")
     with pytest.raises(ValueError, match="gamma=1.5"):
         trloo_advantage(rewards, mask, ["a", "a"], gamma=1.5)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
         dr_mas_advantage(self.rewards, self.mask, self.index, traj_uid=self.traj_uid, agent_id=self.agent_id)
 
-    def otb(self, baseline: str = "self_inclusive") -> None:
+    def otb(self, baseline: Literal["self_inclusive", "leave_one_out"] = "self_inclusive") -> None:
         from verl_ext.methods.otb import otb_advantage
 
         fields = {"old_log_probs": self.old_log_probs, "sum_pi_squared": self.sum_pi_squared}

@@ -8,6 +8,8 @@ loop's ``extra_fields``. `active` holds them while verl calls the estimator, whi
 
 from __future__ import annotations
 
+import numbers
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -89,12 +91,12 @@ def row_fields(
     padding = np.array([not is_real(tag) for tag in tags], dtype=bool)
     columns: dict[str, Any] = {
         "traj_uid": _objects([traj for _, traj, _ in split]),
-        "turn_index": np.array([index for _, _, index in split], dtype=np.int64),
     }
     rows = [{} if row is None else row for row in (extra_fields or [{}] * size)]
     for key, row in zip(keys, rows, strict=True):
         if not isinstance(row, Mapping):
             raise TypeError(f"extra_fields of row {key} is a {type(row).__name__}; an agent loop returns a dict")
+    columns["turn_index"] = np.array([turn(key, row) for key, row in zip(keys, rows, strict=True)], dtype=np.int64)
     missing: dict[str, str] = {}
     for name in FROM_EXTRA_FIELDS:
         lacking = [i for i in range(size) if row_lacks(rows[i], name) and not padding[i]]
@@ -119,6 +121,18 @@ def row_fields(
 def row_lacks(row: Mapping[str, Any], name: str) -> bool:
     """Whether the agent loop left the field out (or None) for this row."""
     return row.get(name) is None
+
+
+def turn(key: str, row: Mapping[str, Any]) -> int:
+    """The row's turn: ``turn_index`` of the agent loop, as for calls made side by side, or its place in the key.
+
+    Raises:
+        BatchError: what the agent loop gave is no whole number.
+    """
+    value = split_key(key)[2] if row_lacks(row, "turn_index") else row["turn_index"]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise BatchError(f"turn_index of row {key} is {value!r}; an agent loop gives a whole number, or none at all.")
 
 
 def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
@@ -157,6 +171,21 @@ class ActiveBatch:
     component: Callable[[str], tuple[torch.Tensor, torch.Tensor]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def column(self, name: str) -> Any:
+        """A column by name, or None. One that is not in `NAMES` is what the agent loops said of each row.
+
+        A row that is no sample may lack it; where another does, `missing` says so.
+        """
+        if name not in self.columns and name not in NAMES and self.extra_fields:
+            sample = self.columns["valid_row"]
+            lacking = [row for row, said in enumerate(self.extra_fields) if row_lacks(said, name) and sample[row]]
+            if lacking:
+                others = sorted({key for said in self.extra_fields for key in said})
+                self.missing[name] = f"{len(lacking)} of {int(sum(sample))} rows lack it; they have {', '.join(others)}"
+            else:
+                self.columns[name] = _objects([said.get(name) for said in self.extra_fields])
+        return self.columns.get(name)
+
     def select(self, rows: torch.Tensor) -> ActiveBatch:
         """The batch of the `rows` [R] int64 alone; metrics are shared."""
         places = rows.tolist()
@@ -184,6 +213,23 @@ def active(batch: ActiveBatch) -> Iterator[ActiveBatch]:
 def current() -> ActiveBatch | None:
     """The batch of the running advantage computation, or None when an estimator is called by hand."""
     return _current.get()
+
+
+def batch_of(estimator: str) -> ActiveBatch | None:
+    """The batch that `estimator` is called for: `current`, or None when it is called by hand.
+
+    Raises:
+        RowFieldMissing: it is called in a training process, but not by our trainer, so that it has no row fields and
+            would have to guess: TRLOO, for one, would take every row for a trajectory of one turn.
+    """
+    batch = current()
+    if os.environ.get("VERL_EXT_STRICT") == "1" and (batch is None or (batch.component is None and estimator == "mix")):
+        raise RowFieldMissing(
+            f"the estimator {estimator!r} was called in a training process without the row fields of the batch. They "
+            "come from verl_ext's part of verl's V1 trainer: set trainer.use_v1=true, and have a trainer class of "
+            "your own registered (verl's @register_trainer) before the run starts."
+        )
+    return batch
 
 
 HOW_TO_PROVIDE = {

@@ -9,8 +9,41 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_ext.methods.rows import Advantage
+
 SHOWN_TURNS = 10
 """Per-turn metrics are given for this many turns; later turns are in the means over all rows."""
+
+
+def of_groups(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """An estimator's metrics, where it has no others: `group_metrics`.
+
+    Args:
+        name: of the estimator.
+        result: what its method returned.
+        inputs: the method's arguments by name, ``response_mask`` and the columns.
+    """
+    return group_metrics(name, result.groups)
+
+
+def of_turns(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """`group_metrics` and `turn_metrics`."""
+    advantage = row_advantages(result.advantages, inputs["response_mask"])[result.rows.kept]
+    turn, turn_return = result.details["turn"], result.details["turn_return"]
+    return {**group_metrics(name, result.groups), **turn_metrics(name, turn, turn_return, advantage)}
+
+
+def of_levels(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """`level_metrics`."""
+    return level_metrics(name, result.details["levels"], len(result.rows.kept))
+
+
+def of_baseline(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """`group_metrics` and `baseline_metrics`."""
+    tokens = (inputs["old_log_probs"], inputs["sum_pi_squared"], inputs["response_mask"])
+    energy = path_energy(*tokens, inputs.get("rollout_is_weights"))[result.rows.kept]
+    baseline = baseline_metrics(name, result.advantages, result.returns, tokens[2], energy, result.groups)
+    return {**group_metrics(name, result.groups), **baseline}
 
 
 def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration.columns import current
+from verl_ext.integration.columns import batch_of
+from verl_ext.integration.estimators import UNUSABLE
 from verl_ext.integration.options import OptionError, select
 
 
@@ -41,6 +42,8 @@ def weights(config: Any) -> dict[str, float]:
         if name == "mix":
             raise OptionError("algorithm.mix names 'mix': a mixture cannot contain itself.")
         if name not in ADV_ESTIMATOR_REGISTRY:
+            if name in UNUSABLE:
+                raise OptionError(f"algorithm.mix.{name}: {UNUSABLE[name]}.")
             known = ", ".join(sorted(key for key in ADV_ESTIMATOR_REGISTRY if key != "mix"))
             raise OptionError(f"algorithm.mix.{name}: no estimator of that name is registered. Known: {known}.")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -90,8 +93,9 @@ def mix(
 
     Raises:
         OptionError: see `weights`.
+        RowFieldMissing: it is called in a training process, but not by verl_ext's trainer.
     """
-    batch = current()
+    batch = batch_of("mix")
     shared = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
     parts = []
     for name, weight in weights(config).items():
@@ -151,3 +155,11 @@ def _shares(parts: list[Any], total: torch.Tensor, response_mask: torch.Tensor) 
             norm = float(a.norm() * b.norm())
             out[f"mix/correlation/{first}-{second}"] = float(a @ b) / norm if norm > 0 else 0.0
     return out
+
+
+def register() -> None:
+    """Register ``mix`` with verl. Idempotent."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+
+    if ADV_ESTIMATOR_REGISTRY.get("mix") is not mix:
+        register_adv_est("mix")(mix)

@@ -10,25 +10,18 @@ A = (r - mean) / (std + epsilon)   or   r - mean             std unbiased; one s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
 
 from verl_ext.methods.groups import Column, Segments, joint_ids
-from verl_ext.methods.rows import (
-    RowFieldError,
-    Rows,
-    broadcast_rows,
-    check_choice,
-    check_range,
-    check_tokens,
-    invalid_actions,
-)
-
-LEVELS = ("agent", "global", "global_rows")
+from verl_ext.methods.options import GroupBy, NotNegative, Positive, checked
+from verl_ext.methods.rows import Advantage, RowFieldError, Rows, check_tokens
 
 
+@checked
 def dr_mas_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -39,13 +32,13 @@ def dr_mas_advantage(
     agent_id: Column | None = None,
     is_action_valid: Column | None = None,
     valid_row: Column | None = None,
-    level: str = "agent",
-    norm_by_std: bool = True,
-    invalid_action_penalty_coef: float = 0.0,
-    epsilon: float = 1e-6,
-    group_by: Sequence[str] | None = None,
     row_fields: Mapping[str, Column] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    level: Literal["agent", "global", "global_rows"] = "agent",
+    norm_by_std: bool = True,
+    invalid_action_penalty_coef: NotNegative = 0.1,
+    epsilon: Positive = 1e-6,
+    group_by: GroupBy | None = None,
+) -> Advantage:
     """Advantages normalised with the reward statistics of each agent, or of the prompt as a baseline.
 
     Rows, not trajectories, are the samples of "agent" and "global_rows", so an agent that speaks often in a trajectory
@@ -60,15 +53,15 @@ def dr_mas_advantage(
         agent_id: [B] agent that produced the row; required by level "agent".
         is_action_valid: [B] bool; None means that every action was valid.
         valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
+        row_fields: further columns for group_by.
         level: "agent" (the method), "global" (the released baseline, equal to GRPO over trajectories) or "global_rows".
         norm_by_std: divide by the unbiased standard deviation + epsilon.
-        invalid_action_penalty_coef: c; published 0.1 (math), 0.01 (search).
-        epsilon: added to the standard deviation; 1e-6 released.
+        invalid_action_penalty_coef: c, at least 0; published 0.1 (math), 0.01 (search).
+        epsilon: added to the standard deviation, above 0; 1e-6 released.
         group_by: row fields that make a group; by default [index, agent_id] at level "agent" and [index] otherwise.
-        row_fields: further columns for group_by.
 
     Returns:
-        (advantages, returns): the same [B, T] float32 tensor twice.
+        the same [B, T] float32 tensor as advantages and returns.
 
     Raises:
         RowFieldError: a needed column is missing or cannot be used.
@@ -76,48 +69,38 @@ def dr_mas_advantage(
 
     Source: langfengQ/DrMAS, verl/trainer/ppo/core_algos.py and ray_trainer.py.
     """
-    check_choice("level", level, LEVELS)
-    check_range("epsilon", epsilon, 0.0)
     batch, _ = check_tokens(token_level_rewards, response_mask)
-    rows = Rows(
-        batch,
-        valid_row=valid_row,
-        row_fields=row_fields,
-        index=index,
-        traj_uid=traj_uid,
-        turn_index=turn_index,
-        agent_id=agent_id,
-        is_action_valid=is_action_valid,
-    )
-    if group_by is None:
-        group_by = ("index", "agent_id") if level == "agent" else ("index",)
-    reward = rows.scores(token_level_rewards) - invalid_actions(rows, invalid_action_penalty_coef)
-    group = rows.keys(group_by)
-
-    if level == "global":
-        if "traj_uid" not in rows:
-            raise RowFieldError("row field 'traj_uid' is required by level=global; single-turn data: level=global_rows")
-        advantage = trajectory_advantage(reward, group, rows.trajectories(), norm_by_std=norm_by_std, epsilon=epsilon)
+    fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "agent_id": agent_id}
+    rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, is_action_valid=is_action_valid, **fields)
+    r = rows.scores(token_level_rewards) - rows.penalty(invalid_action_penalty_coef)
+    group = rows.keys(group_by or (("index", "agent_id") if level == "agent" else ("index",)))
+    if level != "global":
+        A = normalised(r, group, by_std=norm_by_std, epsilon=epsilon)
+    elif "traj_uid" in rows:
+        A = normalised_trajectories(r, group, rows.trajectories(), by_std=norm_by_std, epsilon=epsilon)
     else:
-        advantage = row_advantage(reward, group, norm_by_std=norm_by_std, epsilon=epsilon)
-    tokens = broadcast_rows(rows.spread(advantage), response_mask)
-    return tokens, tokens
+        raise RowFieldError("row field 'traj_uid' is required by level=global; single-turn data: level=global_rows")
+    return Advantage.of_rows(A, response_mask, rows, group)
 
 
-def row_advantage(reward: np.ndarray, group: np.ndarray, *, norm_by_std: bool, epsilon: float) -> np.ndarray:
-    """Group-normalised reward with every row as one sample, [B] float64; a group of one keeps its raw reward."""
-    groups = Segments(group)
-    if norm_by_std:
-        return groups.standardise(reward, ddof=1, epsilon=epsilon)
-    return groups.centre(reward)
+def normalised(values: np.ndarray, group: np.ndarray, *, by_std: bool, epsilon: float) -> np.ndarray:
+    """(x - mean) / (std + epsilon) or x - mean, every row a sample, [V]; a group of one keeps its raw value."""
+    if by_std:
+        return Segments(group).standardise(values, ddof=1, epsilon=epsilon)
+    return Segments(group).centre(values)
 
 
-def trajectory_advantage(
-    reward: np.ndarray, group: np.ndarray, trajectory: np.ndarray, *, norm_by_std: bool, epsilon: float
+def trajectory_means(values: np.ndarray, group: np.ndarray, trajectory: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Trajectories as samples: the number of each row's sample [V], each sample's mean value and its group [S]."""
+    sample = joint_ids(group, trajectory)
+    group_of_sample = np.zeros(sample.max(initial=-1) + 1, dtype=np.int64)
+    group_of_sample[sample] = group
+    return sample, Segments(sample).mean(values), group_of_sample
+
+
+def normalised_trajectories(
+    values: np.ndarray, group: np.ndarray, trajectory: np.ndarray, *, by_std: bool, epsilon: float
 ) -> np.ndarray:
-    """Group-normalised reward with every trajectory (the mean of its rows) as one sample, [B] float64."""
-    member = joint_ids(group, trajectory)
-    sample = Segments(member).mean(reward)
-    sample_group = np.zeros(sample.size, dtype=np.int64)
-    sample_group[member] = group
-    return row_advantage(sample, sample_group, norm_by_std=norm_by_std, epsilon=epsilon)[member]
+    """`normalised` with every trajectory (the mean of its rows) as one sample; its rows take its value, [V]."""
+    sample, mean, group_of_sample = trajectory_means(values, group, trajectory)
+    return normalised(mean, group_of_sample, by_std=by_std, epsilon=epsilon)[sample]

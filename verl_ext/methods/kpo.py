@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.methods.rows import check_choice, check_range, check_token_field
+from verl_ext.methods.options import check_choice, check_range
+from verl_ext.methods.rows import check_token_field
 
 MASK_MODES = ("zero_observation", "skip")
 

@@ -13,20 +13,23 @@ more than epsilon.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl_ext.methods.groups import Column
+from verl_ext.methods.options import GroupBy, NotNegative, checked
 from verl_ext.methods.returns import token_reward_to_go
-from verl_ext.methods.rows import Advantage, Rows, check_choice, check_range, check_token_field, check_tokens
+from verl_ext.methods.rows import Advantage, Rows, check_token_field, check_tokens
 
 #: Elements that are worked on at once: memory beyond the outputs is some ten float64 tensors of this size.
 BLOCK_ELEMENTS = 1 << 16
 
 
+@checked
 def otb_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -36,12 +39,12 @@ def otb_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     valid_row: Column | None = None,
-    alignment: str = "model_tokens",
-    baseline: str = "self_inclusive",
-    handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
-    group_by: Sequence[str] = ("index",),
     row_fields: Mapping[str, Column] | None = None,
+    alignment: Literal["model_tokens", "column"] = "model_tokens",
+    baseline: Literal["self_inclusive", "leave_one_out"] = "self_inclusive",
+    handle_zero_tail: bool = True,
+    epsilon: NotNegative = 1e-8,
+    group_by: GroupBy = ("index",),
 ) -> Advantage:
     """Token advantages against a baseline a position, weighted by the gradient energy of each sample's prefix.
 
@@ -56,14 +59,14 @@ def otb_advantage(
         sum_pi_squared: [B, T] sum over the vocabulary of the squared probabilities, from float32 logits.
         rollout_is_weights: [B, T] detached importance weights; w_t is multiplied by their square inside the sum.
         valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
+        row_fields: further columns for group_by.
         alignment: "model_tokens": position t is the t-th model token of a row, so tool tokens do not shift the
             comparison. "column": position t is the column, the numbers of verl's optimal_token_baseline.
         baseline: "self_inclusive" (released, biased for few samples) or "leave_one_out" (unbiased; no released code):
             the sums of B without the sample itself, 0 where no other sample is alive.
         handle_zero_tail: B = 0 where fewer than two samples are alive (otherwise A = 0 on the tail of the longest row).
-        epsilon: added to the sum of weights; 1e-8 released.
+        epsilon: added to the sum of weights, at least 0; 1e-8 released.
         group_by: row fields that make a group.
-        row_fields: further columns for group_by.
 
     Returns:
         A and G, both [B, T] float32, 0 at masked positions, with the rows and groups.
@@ -74,9 +77,6 @@ def otb_advantage(
 
     Source: arXiv 2602.07078; verl 0.9.1, verl/trainer/ppo/core_algos.py, (tir_)optimal_token_baseline.
     """
-    check_choice("alignment", alignment, ("model_tokens", "column"))
-    check_choice("baseline", baseline, ("self_inclusive", "leave_one_out"))
-    check_range("epsilon", epsilon, 0.0)
     batch, length = check_tokens(token_level_rewards, response_mask)
     fields = {"old_log_probs": old_log_probs, "sum_pi_squared": sum_pi_squared}
     if rollout_is_weights is not None:

@@ -28,7 +28,8 @@ from typing import NamedTuple
 import torch
 
 from verl_ext.methods.groups import Column
-from verl_ext.methods.rows import Rows, check_choice, check_token_field
+from verl_ext.methods.options import check_choice
+from verl_ext.methods.rows import Rows, check_token_field
 
 LEVELS = ("token", "turn", "turn_geo", "sequence", "geometric")
 VETO_SCOPES = ("row", "trajectory")

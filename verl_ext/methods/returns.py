@@ -6,7 +6,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verl_ext.methods.rows import check_range
+
+def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order of the rows in which those of a trajectory follow each other in time, and each one's place in it.
+
+    Returns:
+        (order, place), both [B] int64: row numbers, and for each of them how many rows of its trajectory come before.
+    """
+    order = np.lexsort((turn_index, trajectory))
+    first = np.diff(trajectory[order], prepend=-1) != 0
+    number = np.arange(order.size)
+    return order, number - np.maximum.accumulate(np.where(first, number, 0))
 
 
 def turn_returns(
@@ -27,23 +37,19 @@ def turn_returns(
 
     Args:
         rewards: [B] float64, reward of each row alone.
-        trajectory: [B] int64 trajectory ids that already separate prompts.
+        trajectory: [B] int64 trajectory ids, at least 0, that already separate prompts.
         turn_index: [B] int64, chronological position in the trajectory; row order plays no part.
         gamma: discount a turn, in [0, 1].
         valid_row: [B] bool, all True when None.
     """
-    check_range("gamma", gamma, 0.0, 1.0)
-    rewards = np.asarray(rewards, dtype=np.float64)
+    order, place = chronology(trajectory, turn_index)
+    total = np.asarray(rewards, dtype=np.float64)[order]
     if valid_row is not None:
-        rewards = np.where(valid_row, rewards, 0.0)
-    if rewards.size == 0:
-        return rewards.copy()
-    order = np.lexsort((turn_index, trajectory))
-    same = trajectory[order][1:] == trajectory[order][:-1]
-    gap = np.where(same, turn_index[order][1:] - turn_index[order][:-1], 0)
-    total = rewards[order]
+        total[~valid_row[order]] = 0.0
+    gap = np.diff(turn_index[order], append=0)
+    has_next = np.append(place[1:] > 0, False)
+    carry = np.where(has_next, np.power(float(gamma), np.where(has_next, gap, 0)), 0.0)
     # Doubling: after step d, total[i] sums the next 2d rows and carry[i] discounts the rest; log2(turns) steps.
-    carry = np.append(np.where(same, np.power(float(gamma), gap.astype(np.float64)), 0.0), 0.0)
     distance = 1
     while distance < total.size and carry.any():
         total[:-distance] += carry[:-distance] * total[distance:]
@@ -60,14 +66,11 @@ def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.
     Rewards 1.2, 0, 1.5 give False, True, False. Source: hkust-nlp/KernelGYM, option mask_void_turn (not in the paper,
     arXiv 2602.05885); selecting rows by their outcome biases the baseline of the later turns.
     """
-    order = np.lexsort((turn_index, trajectory))
-    positive = (rewards[order] > 0).astype(np.int64)
+    order, place = chronology(trajectory, turn_index)
+    positive = rewards[order] > 0
     before = np.cumsum(positive) - positive
-    first = np.ones(order.size, dtype=bool)
-    first[1:] = trajectory[order][1:] != trajectory[order][:-1]
-    start = np.maximum.accumulate(np.where(first, np.arange(order.size), 0))
     regressed = np.empty(order.size, dtype=bool)
-    regressed[order] = (before - before[start] > 0) & (positive == 0)
+    regressed[order] = (before > before[np.arange(order.size) - place]) & ~positive
     return regressed
 
 

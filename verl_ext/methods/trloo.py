@@ -9,19 +9,22 @@ A_i = G_i                                                                     N 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
 
 from verl_ext.methods.groups import Column, Segments
+from verl_ext.methods.options import Discount, GroupBy, checked
 from verl_ext.methods.returns import regressed_turns, turn_returns
-from verl_ext.methods.rows import Rows, broadcast_rows, check_choice, check_range, check_tokens, one_row_each
+from verl_ext.methods.rows import Advantage, Rows, check_tokens
 
 #: Added to the variance when advantages are whitened over the batch.
 WHITEN_EPSILON = 1e-8
 
 
+@checked
 def trloo_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -31,13 +34,13 @@ def trloo_advantage(
     turn_index: Column | None = None,
     turn_reward: Column | None = None,
     valid_row: Column | None = None,
-    gamma: float = 1.0,
-    baseline: str = "leave_one_out",
+    row_fields: Mapping[str, Column] | None = None,
+    gamma: Discount = 1.0,
+    baseline: Literal["leave_one_out", "mean"] = "leave_one_out",
     batch_std: bool = False,
     mask_regressions: bool = False,
-    group_by: Sequence[str] = ("index", "turn_index"),
-    row_fields: Mapping[str, Column] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    group_by: GroupBy = ("index", "turn_index"),
+) -> Advantage:
     """Turn-level leave-one-out advantages.
 
     Rejected rows (all-zero mask, valid_row True) stay in N and in the mean, which keeps the baseline unbiased; rows
@@ -52,16 +55,16 @@ def trloo_advantage(
         turn_index: [B] chronological turn of the row in its trajectory.
         turn_reward: [B] reward of the row alone.
         valid_row: [B] bool; None means all True.
+        row_fields: further columns for group_by.
         gamma: discount a turn, in [0, 1]; 1.0 published.
         baseline: "leave_one_out", or "mean" for the self-inclusive turn mean without std (a group of one keeps A = G).
         batch_std: whiten the row advantages over the valid rows of the batch afterwards (unbiased variance + 1e-8).
         mask_regressions: treat a turn with reward <= 0 after an earlier positive one as valid_row False (released
             option mask_void_turn; biased, off by default).
         group_by: row fields that make a group.
-        row_fields: further columns for group_by.
 
     Returns:
-        (advantages, returns): the same [B, T] float32 tensor twice.
+        the same [B, T] float32 tensor as advantages and returns; details: turn [V] int64, turn_return G [V] float64.
 
     Raises:
         RowFieldError: a needed column is missing or cannot be used.
@@ -69,37 +72,22 @@ def trloo_advantage(
 
     Source: arXiv 2602.05885; hkust-nlp/KernelGYM, drkernel/kernel/kernel_trainer.py.
     """
-    check_choice("baseline", baseline, ("leave_one_out", "mean"))
     batch, _ = check_tokens(token_level_rewards, response_mask)
-    rows = Rows(
-        batch,
-        valid_row=valid_row,
-        row_fields=row_fields,
-        index=index,
-        traj_uid=traj_uid,
-        turn_index=turn_index,
-        turn_reward=turn_reward,
-    )
+    fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
+    rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
     trajectory, turn = rows.turns()
-    rewards = rows.floats("turn_reward") if turn_reward is not None else rows.scores(token_level_rewards)
-    kept = None
-    if one_row_each(trajectory):
-        check_range("gamma", gamma, 0.0, 1.0)
-        returns = rewards  # nothing to sum or to discount
-    else:
-        kept = ~regressed_turns(rewards, trajectory, turn) if mask_regressions else None
-        returns = turn_returns(rewards, trajectory, turn, gamma=gamma, valid_row=kept)
+    reward = rows.scores(token_level_rewards) if turn_reward is None else rows.floats("turn_reward")
+    sample = np.ones(len(reward), dtype=bool)
+    if mask_regressions:
+        sample = ~regressed_turns(reward, trajectory, turn)
+    G = turn_returns(reward, trajectory, turn, gamma=gamma, valid_row=sample)[sample]
+    rows.keep(sample)
 
     group = rows.keys(group_by)
-    groups, samples = (Segments(group), returns) if kept is None else (Segments(group[kept]), returns[kept])
-    advantage = groups.leave_one_out(samples) if baseline == "leave_one_out" else groups.centre(samples)
+    A = Segments(group).leave_one_out(G) if baseline == "leave_one_out" else Segments(group).centre(G)
     if batch_std:
-        advantage = _whiten(advantage)
-    if kept is not None:
-        advantage, of_samples = np.zeros_like(returns), advantage
-        advantage[kept] = of_samples
-    tokens = broadcast_rows(rows.spread(advantage), response_mask)
-    return tokens, tokens
+        A = _whiten(A)
+    return Advantage.of_rows(A, response_mask, rows, group, turn=turn[sample], turn_return=G)
 
 
 def _whiten(values: np.ndarray) -> np.ndarray:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import columns
+from verl_ext.integration import columns, estimators
 from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, discount, read, select
+from verl_ext.integration.options import OptionError, discount, select
 from verl_ext.integration.parts.base import Part
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
@@ -32,18 +32,13 @@ class Methods(Part):
         algorithm = config.algorithm
         discount(algorithm)
         names = component_names(algorithm)
-        for name, estimator in ESTIMATORS.items():
-            # Also for a method that is not in use: a node of ours in the config is meant to be right.
-            if name in names or select(algorithm, name) is not None:
-                read(algorithm, name, estimator.options)
+        estimators.check(algorithm, names)
         used = [name for name in names if name in ESTIMATORS]
         if used and not config.trainer.get("use_v1", True):
             raise OptionError(
                 f"{', '.join(used)} need verl's V1 trainer, which carries the row fields; trainer.use_v1 is false. "
                 "Set trainer.use_v1=true (verl's default)."
             )
-        for name in used:
-            ESTIMATORS[name].check(config)
         return [*_alone(config, used), *_gamma(config, used)]
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from verl_ext.integration.options import OptionError, _coerce
+from verl_ext.integration.options import OptionError, coerce
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 
 SHIPPED = {
@@ -218,5 +218,5 @@ def check_options(team: Orchestra, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{where}.{key} is not an option of the orchestra {team.name}.{hint} Known options: "
                 f"{', '.join(team.options) or 'none'}."
             )
-        values[key] = _coerce(value, team.options[key], f"{where}.{key}")
+        values[key] = coerce(value, team.options[key], f"{where}.{key}")
     return values

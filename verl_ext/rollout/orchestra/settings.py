@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.integration.options import OptionError, _coerce, select
+from verl_ext.integration.options import OptionError, coerce, select
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
@@ -127,7 +127,7 @@ def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettin
                 raise OptionError(f"{where} is {value!r}; give keys and values.")
             values[key] = {name: _agent(name, one) for name, one in value.items()} if key == "agents" else dict(value)
         else:
-            values[key] = _coerce(value, known[key], where)
+            values[key] = coerce(value, known[key], where)
     return OrchestraSettings(**values)
 
 
@@ -152,7 +152,7 @@ def _agent(name: str, node: Any) -> AgentSettings:
         if key == "examples" and value is not None:
             values[key] = value if isinstance(value, str) else _examples(value, where)
         else:
-            values[key] = _coerce(value, known[key], f"{where}.{key}")
+            values[key] = coerce(value, known[key], f"{where}.{key}")
     made = AgentSettings(**values)
     if made.role is not None and made.role_file is not None:
         raise OptionError(f"{where} has both role and role_file; keep one of them.")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MaxRL: maximum-likelihood reinforcement learning (arXiv 2602.02710).
+
+r = row score >= 0; of a trajectory of several rows, their mean
+A = (r - mean) / mean          mean over the trajectories of the prompt; 0 where the mean is 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from verl_ext.methods.dr_mas import trajectory_means
+from verl_ext.methods.groups import Column, Segments
+from verl_ext.methods.options import GroupBy, checked
+from verl_ext.methods.rows import Advantage, Rows, check_tokens
+
+
+@checked
+def maxrl_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Column,
+    *,
+    traj_uid: Column | None = None,
+    valid_row: Column | None = None,
+    row_fields: Mapping[str, Column] | None = None,
+    group_by: GroupBy = ("index",),
+) -> Advantage:
+    """Advantages divided by the prompt's success rate instead of its standard deviation.
+
+    Of rewards 0 and 1 and N samples the expected update is the gradient of the log-likelihood of success, expanded to
+    order N - 1: the rarer the successes of a prompt, the more each of them weighs.
+
+    Args:
+        token_level_rewards: [B, T] float; its row sum is the outcome of the row's trajectory, at least 0.
+        response_mask: [B, T] of 0 and 1.
+        index: [B] prompt uid.
+        traj_uid: [B] trajectory id; a trajectory is one sample. None: every row is a trajectory.
+        valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
+        row_fields: further columns for group_by.
+        group_by: row fields that make a group.
+
+    Returns:
+        the same [B, T] float32 tensor as advantages and returns.
+
+    Raises:
+        RowFieldError: a needed column is missing or cannot be used.
+        ValueError: a shape, an option or a reward (negative, NaN, infinity) is wrong.
+
+    Source: arXiv 2602.02710.
+    """
+    batch, _ = check_tokens(token_level_rewards, response_mask)
+    rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, index=index, traj_uid=traj_uid)
+    r = rows.scores(token_level_rewards)
+    if (r < 0).any():
+        row = int(np.argmax(r < 0))
+        raise ValueError(
+            f"token_level_rewards is {r[row]} in {rows.where(row)}; maxrl divides by the mean reward of a prompt, so "
+            "rewards must be at least 0. Shift them, and leave algorithm.use_kl_in_reward and length penalties out."
+        )
+    group = rows.keys(group_by)
+    trajectory = rows.trajectories() if "traj_uid" in rows else np.arange(len(r))
+    sample, r, group_of_sample = trajectory_means(r, group, trajectory)
+    prompts = Segments(group_of_sample)
+    mean = prompts.mean(r)[group_of_sample]
+    A = np.where(mean > 0, prompts.deviation(r) / np.where(mean > 0, mean, 1.0), 0.0)
+    return Advantage.of_rows(A[sample], response_mask, rows, group)

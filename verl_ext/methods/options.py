@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a method: the keyword parameters of its function, with their types, choices, ranges and defaults.
+
+A method declares each option once, in its signature::
+
+    @checked
+    def trloo_advantage(..., *, gamma: Discount = 1.0, baseline: Literal["leave_one_out", "mean"] = "leave_one_out")
+
+`checked` makes a call by hand refuse what the annotations do not allow. A training run reads the same annotations and
+defaults for the keys at ``algorithm.<method>.*``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import numpy as np
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OptionError(ValueError):
+    """An option is unknown or its value is not what is taken. The message names it, its value and the choices."""
+
+
+def fraction(value: float) -> str | None:
+    return None if 0.0 <= value <= 1.0 else "it must lie in [0, 1]"
+
+
+def not_negative(value: float) -> str | None:
+    return None if value >= 0 else "it must be at least 0"
+
+
+def positive(value: float) -> str | None:
+    return None if value > 0 else "it must be greater than 0"
+
+
+def names_index(value: Sequence[str]) -> str | None:
+    return None if "index" in value else "it must name 'index', or rows of different prompts would mix"
+
+
+# What an option may be: a type with functions that say what is wrong with a value of that type, or None.
+Discount = Annotated[float, fraction]
+NotNegative = Annotated[float, not_negative]
+Positive = Annotated[float, positive]
+Count = Annotated[int, not_negative]
+#: Row fields that make a group: rows that agree in all of them are compared.
+GroupBy = Annotated[Sequence[str], names_index]
+
+
+#: Types that an option may have, what fits them, and what to say otherwise.
+PLAIN: dict[type, tuple[Any, str]] = {
+    bool: ((bool, np.bool_), "true or false"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a name"),
+}
+
+
+def fit(value: Any, hint: Any) -> Any:
+    """The value as the annotation `hint` has it: whole numbers serve as floats, and sequences become tuples.
+
+    Args:
+        value: what was given.
+        hint: bool, int, float, str, Literal, a tuple or Sequence of str, dict, one of these or None, or one of these
+            Annotated with functions as above.
+
+    Raises:
+        ValueError: the value does not fit; the message says what to give, without the option's name.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = fit(value, arguments[0])
+        for wrong in [check(value) for check in arguments[1:]]:
+            if wrong:
+                raise ValueError(wrong)
+        return value
+    if origin in (Union, types.UnionType):
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else fit(value, inner)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"choose one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ValueError("give keys and values, such as {key: value}")
+        return dict(value)
+    if origin in (tuple, Sequence):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ValueError("give a list of names, such as [index, agent_id]")
+        return tuple(value)
+    if hint not in PLAIN:
+        raise ValueError(f"its annotation {hint!r} cannot be checked")
+    kinds, what = PLAIN[hint]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"give {what}")
+    if hint is float and not math.isfinite(value):
+        raise ValueError("give a finite number")
+    return hint(value)
+
+
+class Parameters(NamedTuple):
+    """The keyword parameters of a method by kind: `inspect.Parameter` with evaluated annotations, by name.
+
+    Attributes:
+        row_fields: columns with one entry a row, annotated ``Column``.
+        token_fields: [B, T] tensors, annotated ``torch.Tensor``.
+        options: all others.
+    """
+
+    row_fields: dict[str, inspect.Parameter]
+    token_fields: dict[str, inspect.Parameter]
+    options: dict[str, inspect.Parameter]
+
+
+def parameters(method: Callable[..., Any]) -> Parameters:
+    """The keyword-only parameters of a method by kind, but for the mapping ``row_fields``."""
+    hints = typing.get_type_hints(method, include_extras=True)
+    found = Parameters({}, {}, {})
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "row_fields":
+            kinds = (hints[name], *get_args(hints[name]))
+            kind = found.row_fields if np.ndarray in kinds else found.options
+            kind = found.token_fields if torch.Tensor in kinds and np.ndarray not in kinds else kind
+            kind[name] = parameter.replace(annotation=hints[name])
+    return found
+
+
+def checked(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method refuse options that do not fit its annotations, with an OptionError that names option and value."""
+    options = parameters(method).options
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in options.keys() & kwargs.keys():
+            try:
+                kwargs[name] = fit(kwargs[name], options[name].annotation)
+            except ValueError as error:
+                raise OptionError(f"{name}={kwargs[name]!r}: {error}") from None
+        return method(*args, **kwargs)
+
+    return call
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise OptionError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise OptionError unless low <= value <= high."""
+    if not low <= value <= high:
+        bound = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
+        raise OptionError(f"{name}={value!r} must be {bound}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -94,6 +96,24 @@ def test_two_builders_at_once(options: Bm25Options) -> None:
         thread.join()
     assert [ids(retriever.find(["Paris"], 1)[0]) for retriever in retrievers] == [["b"]] * 4
     assert len(list(Path(options.cache_dir).iterdir())) == 1  # no half-made folder is left
+
+
+def test_processes_share_one_copy(tmp_path: Path) -> None:
+    """What a process adds to memory of its own when it searches is a small part of the corpus."""
+    passages = [{"id": str(i), "title": f"t{i}", "text": f"word{i % 500} " + "x" * 4000} for i in range(20_000)]
+    write_jsonl(tmp_path / "corpus.jsonl", passages)
+    size = (tmp_path / "corpus.jsonl").stat().st_size
+    made = Bm25Retriever(Bm25Options(str(tmp_path / "corpus.jsonl"), str(tmp_path / "cache")))
+    assert ids(made.find(["word7"], 3)[0])[0] in [str(i) for i in range(7, 20_000, 500)]
+    code = (
+        "import sys; from verl_ext.rollout.retrieval import Bm25Options, Bm25Retriever\n"
+        "def own(): return sum(int(r.split()[1]) for r in open('/proc/self/smaps_rollup') if 'Private_' in r)\n"
+        "made = Bm25Retriever(Bm25Options(*sys.argv[1:])); import bm25s; before = own()\n"
+        "made.find(['word7 word9'], 10); print(own() - before)\n"
+    )
+    arguments = [sys.executable, "-c", code, made.options.corpus, made.options.cache_dir]
+    added = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()[-1]) * 1024
+    assert size > 80e6 and added < size / 3, (added, size)
 
 
 def test_parquet_and_search_r1_corpora(tmp_path: Path) -> None:

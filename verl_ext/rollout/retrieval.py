@@ -8,22 +8,27 @@ failure is in the result (`Retrieval.failure`), where an orchestration decides a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib
 import json
 import logging
 import math
+import mmap
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from verl_ext.cache import home
 
@@ -165,8 +170,9 @@ class Bm25Options:
 class Bm25Retriever:
     """BM25 over a corpus in a file (Robertson and Zaragoza 2009, Lucene's variant, by ``bm25s``).
 
-    The index is built once for a corpus file, kept on disk, and shared by all trajectories of a process; it is loaded
-    at the first search. Two processes that build at the same time both succeed: the folder is put in place by a rename.
+    The index is built once for a corpus file and kept on disk with the passages; both are mapped into memory at the
+    first search, so that the processes of a node share them (each has the vocabulary of its own). One process builds,
+    others wait; the folder is put in place by a rename.
 
     Args:
         options: see `Bm25Options`.
@@ -186,7 +192,7 @@ class Bm25Retriever:
         except ImportError as error:
             raise ImportError("the bm25 retriever needs the package bm25s: pip install 'verl-ext[search]'") from error
         self._lock = threading.Lock()
-        self._loaded: tuple[Any, list[Passage]] | None = None
+        self._loaded: tuple[Any, MappedPassages] | None = None
         # One thread: a search takes less than a millisecond, and the index is not made for concurrent use.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bm25")
 
@@ -225,18 +231,19 @@ class Bm25Retriever:
             found.append(Retrieval(tuple(hits)))
         return found
 
-    def load(self) -> tuple[Any, list[Passage]]:
+    def load(self) -> tuple[Any, MappedPassages]:
         """The index and the passages; built and written to the cache if they are not there."""
         with self._lock:
             if self._loaded is None:
                 import bm25s
 
-                passages = read_corpus(self.corpus)
                 folder = self.cache_folder()
-                if not folder.is_dir():
-                    self._build(folder, passages)
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with _alone(folder.parent):
+                    if not folder.is_dir():
+                        self._build(folder, read_corpus(self.corpus))
                 index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-                self._loaded = index, passages
+                self._loaded = index, MappedPassages(folder)
             return self._loaded
 
     def cache_folder(self) -> Path:
@@ -247,14 +254,14 @@ class Bm25Retriever:
         with self.corpus.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-        digest.update(repr((self.options.k1, self.options.b, self.options.stopwords, bm25s.__version__)).encode())
+        settings = self.options.k1, self.options.b, self.options.stopwords, bm25s.__version__, MappedPassages.FORMAT
+        digest.update(repr(settings).encode())
         root = Path(self.options.cache_dir).expanduser() if self.options.cache_dir else home() / "bm25"
         return root / f"{self.corpus.stem}-{digest.hexdigest()[:20]}"
 
     def _build(self, folder: Path, passages: Sequence[Passage]) -> None:
         import bm25s
 
-        folder.parent.mkdir(parents=True, exist_ok=True)
         tokens = bm25s.tokenize(
             [f"{p.title} {p.text}" for p in passages], stopwords=self.options.stopwords or [], show_progress=False
         )
@@ -263,12 +270,52 @@ class Bm25Retriever:
         work = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
         try:
             index.save(work, show_progress=False)
+            MappedPassages.write(Path(work), passages)
             os.replace(work, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, with the same index
                 raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of the node at a time."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class MappedPassages:
+    """Passages in a file that is mapped into memory; each is read when it is asked for.
+
+    Args:
+        folder: where `write` has put them.
+    """
+
+    FORMAT = 1
+
+    def __init__(self, folder: Path) -> None:
+        self._ends = np.load(folder / "passages.npy", mmap_mode="r")
+        with (folder / "passages.jsonl").open("rb") as file:
+            self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @staticmethod
+    def write(folder: Path, passages: Sequence[Passage]) -> None:
+        """Write passages for this class to read."""
+        lines = [json.dumps([p.id, p.title, p.text]).encode() for p in passages]
+        (folder / "passages.jsonl").write_bytes(b"".join(lines))
+        np.save(folder / "passages.npy", np.cumsum([0, *map(len, lines)], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> Passage:
+        return Passage(*json.loads(self._text[self._ends[number] : self._ends[number + 1]]))
 
 
 def read_corpus(path: str | Path) -> list[Passage]:

@@ -358,6 +358,27 @@ def test_an_engine_that_gives_no_token(tokenizer: Any) -> None:
     assert len(rows) == 1 and fields(rows, "failure") == ["empty_response"] and set(rows[0].response_mask) == {1}
 
 
+def test_a_call_that_the_engine_cancels_is_an_error_and_ones_own_end_is_not(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel(*args: Any, **kwargs: Any) -> Any:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the engine cancelled the call"):
+        patch.setattr(ScriptedEngine, "generate", cancel)
+        play(tokenizer, [act("forward")])
+
+    async def stop(*args: Any, **kwargs: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+        patch.setattr(ScriptedEngine, "generate", stop)
+        play(tokenizer, [act("forward")])
+
+
 def test_what_no_trajectory_can_do_is_an_error(tokenizer: Any) -> None:
     for wrong, error in (
         ({"name": "environment_zoo:Unpreparable"}, EnvironmentUnavailable),

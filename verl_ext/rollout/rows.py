@@ -8,6 +8,7 @@ A loop collects a :class:`ModelCall` for every answer of the model (:func:`gener
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import Counter
@@ -135,15 +136,25 @@ async def generate(
 
     Returns:
         The call. ``response_ids`` is empty if the engine gave no token.
+
+    Raises:
+        RuntimeError: the engine cancelled the call, which nobody had asked for.
+        Exception: what the engine raises.
     """
     timing: dict[str, float] = {}
-    with simple_timer("generate_sequences", timing):
-        output = await (client or loop.server_manager).generate(
-            request_id=request_id,
-            prompt_ids=list(prompt_ids),
-            sampling_params=dict(sampling_params),
-            priority=priority,
-        )
+    try:
+        with simple_timer("generate_sequences", timing):
+            output = await (client or loop.server_manager).generate(
+                request_id=request_id,
+                prompt_ids=list(prompt_ids),
+                sampling_params=dict(sampling_params),
+                priority=priority,
+            )
+    except asyncio.CancelledError as error:
+        own = getattr(asyncio.current_task(), "cancelling", lambda: True)  # Python 3.10 can't tell
+        if own():  # it is this trajectory that is cancelled
+            raise
+        raise RuntimeError("the engine cancelled the call") from error
     response_ids = list(output.token_ids[: limit or int(loop.rollout_config.response_length)])
     logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
     preempted = -1 if output.num_preempted is None else int(output.num_preempted)

@@ -279,9 +279,26 @@ def _run_bench(args: argparse.Namespace) -> int:
 
 # --- the command --------------------------------------------------------------------------------------------------
 
+
+def _new_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="of the method, its recipe and its package, such as my_method")
+    parser.add_argument("--out", type=Path, default=Path("."), help="where its folder goes (default: here)")
+
+
+def _run_new_recipe(args: argparse.Namespace) -> int:
+    from verl_ext.new_recipe import new_recipe
+
+    folder = new_recipe(args.name, args.out)
+    print(f"{folder}: the formula is in {args.name}/method.py. Next: pip install -e {folder} && pytest {folder}/tests")
+    return 0
+
+
 COMMANDS = (
     Command("list", "every recipe, with one line and its paper", _no_arguments, _run_list),
     Command("show", "what a recipe changes against verl's defaults, key by key", _show_arguments, _run_show),
+    Command(
+        "new-recipe", "write a package of your own with a method and its recipe", _new_recipe_arguments, _run_new_recipe
+    ),
     Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
     Command(

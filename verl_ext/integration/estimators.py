@@ -211,9 +211,10 @@ def register() -> None:
     """Register every estimator, those of other packages too, with verl. Idempotent."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
+    ours = {one.name for one in OURS}
     for point in method_entry_points():
-        if point.name not in ESTIMATORS and point.name not in UNUSABLE:
-            _add(point, set(ADV_ESTIMATOR_REGISTRY))
+        if point.name not in UNUSABLE and (point.name in ours or point.name not in ESTIMATORS):
+            _add(point, ours | set(ADV_ESTIMATOR_REGISTRY))
     for name, estimator in ESTIMATORS.items():
         if ADV_ESTIMATOR_REGISTRY.get(name) is not estimator.function:
             register_adv_est(name)(estimator.function)
@@ -227,7 +228,7 @@ def _add(point: Any, taken: set[str]) -> None:
     """Add the method of another package, or remember why it can't be, and say so once."""
     try:
         if point.name in taken:
-            raise ValueError(f"verl has an estimator {point.name!r} already; give the entry point another name")
+            raise ValueError(f"there is an estimator {point.name!r} already; give the entry point another name")
         found = point.load()
         made = found if isinstance(found, Estimator) else Estimator(point.name, found)
         if made.name != point.name:

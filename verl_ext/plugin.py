@@ -177,10 +177,9 @@ def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
     if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import wraps
-        from verl_ext.integration.lost_rollouts import noting
+        from verl_ext.integration import notes, wraps
 
-        wraps.replace(wraps.RUN_AGENT_LOOP, noting)
+        wraps.replace(wraps.RUN_AGENT_LOOP, notes.noting)
 
 
 AGENT_LOOPS = {

@@ -2,7 +2,7 @@
 """Lost rollouts: counted against the prompts that were sampled, and too many of them end the run.
 
 verl logs the traceback of a rollout whose agent loop raises and goes on with those that are left. Here the worker also
-notes it in verl's store (`lost_rollouts`), so that the trainer knows of each, also of a prompt that lost all. More than
+notes it in verl's store (`notes`), so that the trainer knows of each, also of a prompt that lost all. More than
 ``verl_ext.max_missing_share`` of a batch missing ends the training with the first traceback; in validation a lost
 rollout is a sample with reward 0. A loop that returns nothing on purpose raises nothing and is not missing, and neither
 is what a ``__rollout_n__`` of the data leaves out: what is due is what has ended, with rows or with an error.
@@ -14,8 +14,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext.integration import notes
 from verl_ext.integration.columns import is_real, split_key
-from verl_ext.integration.lost_rollouts import PARTITION
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 
@@ -128,10 +128,9 @@ class Missing(Part):
 
 def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:
     """The rollouts of a partition (``train``, ``val``) that were noted as lost since the last call, by session key."""
-    import transfer_queue as tq
-
-    noted = (tq.kv_list(PARTITION) or {}).get(PARTITION, {})
-    lost = {key: tag for key, tag in noted.items() if tag.get("partition_id") == partition_id}
+    lost = {key: tag for key, tag in notes.read(notes.LOST).items() if tag.get("partition_id") == partition_id}
     if lost:
-        tq.kv_clear(keys=list(lost), partition_id=PARTITION)
+        import transfer_queue as tq
+
+        tq.kv_clear(keys=list(lost), partition_id=notes.LOST)
     return lost

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import engine
+from verl_ext.integration import engine, notes
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.dvp import (
     UNNORMALISED,
@@ -60,6 +60,7 @@ class Pruning(Part):
         self.one_pass = one_pass(config)
         self.mismatch = mismatch_wanted(config)
         self.outside: Outside | None = None
+        self._guarded = False
         if self.rho is not None and os.environ.get(STRICT) != "1":
             raise OptionError(
                 f"dvp.rho={self.rho:g} is set, but the engines of this run do not know it, since it was not started "
@@ -85,6 +86,12 @@ class Pruning(Part):
             return {}
         prune = self.options is not None and (what != "reference" or self.options.prune_reference)
         return engine.engine_info(self.one_pass, self.rho if prune else None, prune and what == "old")
+
+    def on_sample(self, batch: Any) -> Any:
+        if self.rho is not None and not self._guarded:
+            check_guarded(notes.read(notes.GUARDED), self.rho)
+            self._guarded = True
+        return batch
 
     def before_old_log_prob(self, batch: Any) -> Any:
         batch.extra_info.update(self.info("old"))
@@ -204,12 +211,31 @@ class Pruning(Part):
             raise RuntimeError(_not_pruned(f"the update reported no {engine.OUT_OF_SET_METRIC}"))
 
 
+def check_guarded(noted: Mapping[str, Mapping[str, Any]], rho: float) -> None:
+    """Refuse to train on rollouts whose requests did not go through the client that sends ``min_p``.
+
+    Args:
+        noted: what the processes of the agent loops have noted.
+        rho: ``dvp.rho``.
+
+    Raises:
+        RuntimeError: none of them has sent a request with it.
+    """
+    if not any(note.get("rho") == rho for note in noted.values()):
+        raise RuntimeError(
+            f"dvp.rho={rho:g}: there are rollouts, but no agent loop has sent a request through verl's client with "
+            "min_p, so they are not of the policy that is trained. Have the agent loop generate with its "
+            "server_manager, not through a server's HTTP endpoint or a client of its own."
+        )
+
+
 def hide_outside(data: Any, trained: torch.Tensor | None) -> None:
     """Undo `Pruning.show_outside` after the estimators: tokens outside the set have mask 0 and advantage 0."""
     if trained is None:
         return
-    outside = data.batch["response_mask"].bool() & ~trained.bool()
-    data.batch["response_mask"] = trained
+    shown = data.batch["response_mask"]
+    outside = shown.bool() & ~trained.bool()
+    data.batch["response_mask"] = torch.where(outside, torch.zeros_like(shown), shown)  # what was rejected stays so
     for name in ("advantages", "returns"):
         data.batch[name] = torch.where(outside, 0.0, data.batch[name])
 

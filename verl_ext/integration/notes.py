@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes that the agent loop workers leave for the trainer in verl's store, each in a partition that verl does not read.
+
+`LOST`: a rollout whose agent loop raised, which verl logs and drops. `GUARDED`: a process in which the sampler's client
+sent a request with pruning.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import traceback
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+LOST, GUARDED = "verl_ext_lost", "verl_ext_guarded"
+
+LONGEST = 6000
+"""Characters of a traceback that are kept, from its end."""
+
+_guarded = False
+
+
+def noting(run_agent_loop: Any) -> Any:
+    """verl's `AgentLoopWorker._run_agent_loop`, which notes what it raises. The error goes on to verl unchanged."""
+
+    @functools.wraps(run_agent_loop)
+    async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+        try:
+            return await run_agent_loop(self, sampling_params, trajectory, **kwargs)
+        except Exception:
+            if "session_id" in kwargs:
+                partition = "val" if trajectory["validate"] else "train"
+                text = traceback.format_exc()[-LONGEST:]
+                key = f"{kwargs['uid']}_{kwargs['session_id']}"
+                await _put(LOST, key, {"partition_id": partition, "traceback": text})
+            raise
+
+    return run
+
+
+async def guarded(rho: float) -> None:
+    """Note, once in each process, that the client sends ``min_p``."""
+    global _guarded
+    import ray
+
+    if not _guarded and ray.is_initialized():  # not in a client that is called by hand
+        _guarded = True
+        await _put(GUARDED, f"{os.uname().nodename}/{os.getpid()}", {"rho": rho})
+
+
+async def _put(partition: str, key: str, tag: dict[str, Any]) -> None:
+    import transfer_queue as tq
+
+    try:
+        await tq.async_kv_put(key=key, partition_id=partition, tag=tag)
+    except Exception:  # the trainer refuses what was not noted
+        logger.exception("%s could not be noted in %s", key, partition)
+
+
+def read(partition: str) -> dict[str, dict[str, Any]]:
+    """The notes of a partition by key."""
+    import transfer_queue as tq
+
+    return dict((tq.kv_list(partition) or {}).get(partition, {}))

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lost rollouts and rows that are taken out, through verl's own replay buffer and the store behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from verl_ext.integration import notes
+from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained
+from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts import columns, missing
+
+pytestmark = pytest.mark.slow  # starts Ray
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """verl's store of rollouts in a Ray of its own."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(num_cpus=4, include_dashboard=False, _temp_dir="/tmp/ray_missing", address="local")
+    tq.init()
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+@pytest.fixture
+def clean(store: Any) -> Iterator[Any]:
+    """The store, emptied after the test."""
+    yield store
+    for partition, keys in (store.kv_list() or {}).items():
+        if keys:
+            store.kv_clear(keys=list(keys), partition_id=partition)
+
+
+class Worker:
+    """Runs a session as verl's worker does: `_run_agent_loop` raises, or its rows are in the store afterwards."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, *, ends: str, **kwargs: Any) -> None:
+        if ends == "raises":
+            raise ValueError(f"the world of {kwargs['uid']} is gone")
+        if ends == "rows":
+            key = f"{kwargs['uid']}_{kwargs['session_id']}_0"
+            partition = "val" if trajectory["validate"] else "train"
+            await self.store.async_kv_put(key=key, partition_id=partition, tag={"status": "success", "seq_len": 3})
+
+    run = notes.noting(_run_agent_loop)
+
+
+def prompt(store: Any, uid: str, *ends: str, partition: str = "train") -> None:
+    """One sampled prompt whose sessions end as said: ``rows``, ``raises`` or ``nothing`` (a loop that returns [])."""
+
+    async def sessions() -> list[Any]:
+        runs = (
+            Worker(store).run({}, {"validate": partition == "val"}, uid=uid, session_id=number, ends=end)
+            for number, end in enumerate(ends)
+        )
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    store.kv_batch_put(
+        keys=[uid], partition_id=partition, tags=[{"is_prompt": True, "status": "running", "global_steps": 1}]
+    )
+    raised = [error for error in asyncio.run(sessions()) if error is not None]
+    assert len(raised) == ends.count("raises")
+    store.kv_batch_put(keys=[uid], partition_id=partition, tags=[{"status": "failure" if raised else "finished"}])
+
+
+def sampler(share: Any = 0.05) -> tuple[Any, missing.Missing]:
+    """verl's replay buffer with the part, as the trainer makes it."""
+    buffer = ReplayBuffer("sync", OmegaConf.create({}), 1, "drop", OmegaConf.create({}), poll_interval=0.01)
+    part = missing.Missing(OmegaConf.create({"verl_ext": {"max_missing_share": share}}))
+    return part.replay_buffer(buffer), part
+
+
+def sample(buffer: Any, prompts: int, partition: str = "train") -> Any:
+    return buffer.sample(global_steps=1, partition_id=partition, batch_size=prompts)[0]
+
+
+def test_a_prompt_that_lost_all_its_rollouts_counts(clean: Any) -> None:
+    """verl's batch has rows of one prompt of two; counted by prompts with rows, 2 of 4 were missing and not 6 of 8."""
+    prompt(clean, "a", "rows", "raises", "rows", "raises")
+    prompt(clean, "b", *["raises"] * 4)
+    buffer, _ = sampler()
+    message = (
+        r"(?s)6 of 8 rollouts were lost.*max_missing_share=0\.05 allows 0\..* The first, a_1:\n.*the world of a is gone"
+    )
+    with pytest.raises(missing.MissingRollouts, match=message):
+        sample(buffer, 2)
+
+
+def test_a_share_below_the_limit_is_counted_and_told_once(clean: Any) -> None:
+    prompt(clean, "a", "rows", "raises", "rows", "rows")
+    buffer, part = sampler(0.25)
+    batch = sample(buffer, 1)
+    part.on_sample(batch)
+    assert part.metrics == {"rollout/missing_trajectories": 1, "rollout/trajectories": 3, "rollout/rows": 3}
+    prompt(clean, "b", "rows", "rows")
+    clean.kv_clear(keys=batch.keys, partition_id="train")
+    sample(buffer, 1)
+    assert part.metrics["rollout/missing_trajectories"] == 0
+
+
+def test_what_is_left_out_on_purpose_is_not_missing(clean: Any) -> None:
+    """A loop that returns nothing, and a prompt with fewer samples than the others (``__rollout_n__``)."""
+    prompt(clean, "a", "rows", "nothing", "nothing", "rows")
+    prompt(clean, "b", "rows")
+    buffer, part = sampler(0)
+    part.on_sample(sample(buffer, 2))
+    assert part.metrics == {"rollout/missing_trajectories": 0, "rollout/trajectories": 3, "rollout/rows": 3}
+
+
+def test_a_batch_without_a_row_ends_with_the_reason_too(clean: Any) -> None:
+    prompt(clean, "a", "raises", "raises")
+    with pytest.raises(missing.MissingRollouts, match=r"(?s)2 of 2 rollouts were lost.*the world of a is gone"):
+        sample(sampler(1)[0], 1)
+
+
+def test_losses_that_nobody_noted_are_not_believed_to_be_none(clean: Any) -> None:
+    prompt(clean, "a", "rows", "raises")
+    clean.kv_clear(keys=["a_1"], partition_id=notes.LOST)
+    with pytest.raises(RuntimeError, match="verl says that rollouts of 1 prompts raised .*none of them was noted"):
+        sample(sampler(1)[0], 1)
+
+
+def test_a_score_does_not_rise_by_crashing(clean: Any) -> None:
+    """Validation of two prompts with two rollouts each: one ends with reward 1, and three crash."""
+    prompt(clean, "a", "rows", "raises", partition="val")
+    prompt(clean, "b", "raises", "raises", partition="val")
+    buffer, part = sampler(0)  # validation goes on, whatever the share
+    assert sample(buffer, 2, "val").keys == ["a_0_0"]
+    expected = {("toy", "a"): 2, ("toy", "b"): 2}
+    sources, uids = ["toy"], ["a"]
+    values: dict[str, list[Any]] = {"reward": [1.0], "acc": [1.0], "success": [1.0], "steps": [7.0]}
+    part.on_validation(sources, uids, values, expected_acc_counts=expected)
+    assert part.metrics == {"val-aux/missing_rollouts": 3}
+    found = process_validation_metrics(sources, uids, values, expected_acc_counts=expected)["toy"]
+    for name in ("reward", "acc", "success"):  # without the part reward and success are 1.0
+        assert found[name]["mean@2"] == 0.25
+    assert found["steps"]["mean@1"] == 7.0 and found["acc_success_only"]["mean@1"] == 1.0
+    again: dict[str, list[Any]] = {"reward": [1.0]}
+    part.on_validation(["toy"], ["a"], again)
+    assert again == {"reward": [1.0]} and part.metrics == {"val-aux/missing_rollouts": 0}
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "half", True])
+def test_bad_shares_are_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"verl_ext\.max_missing_share is .*from 0 to 1"):
+        missing.Missing.check(OmegaConf.create({"verl_ext": {"max_missing_share": value}}))
+
+
+# ---- rows that their agent loop takes out --------------------------------------------------------------------------
+
+
+def rows(store: Any, *valid: Any) -> Any:
+    """A batch in verl's store, one row of three model tokens for each value of ``valid_row``."""
+    from transfer_queue import KVBatchMeta
+
+    keys = [f"u_{number}_0" for number in range(len(valid))]
+    fields = [
+        {
+            "response_mask": torch.ones(2 + number, dtype=torch.int64),
+            "loss_mask": torch.ones(2 + number, dtype=torch.int64),
+            "extra_fields": {} if value is None else {"valid_row": value},
+        }
+        for number, value in enumerate(valid)
+    ]
+    tags = [{"status": "success", "seq_len": 5} for _ in keys]
+    store.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields), tags=tags)
+    return KVBatchMeta(keys=keys, tags=tags, partition_id="train")
+
+
+CONFIG = OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "verl_ext": {}})
+
+
+def test_rows_taken_out_have_no_mask_before_any_pass(clean: Any) -> None:
+    part, active = columns.Columns(CONFIG), ActiveBatch(columns={})
+    batch = part.on_sample(rows(clean, True, False, None, 0))
+    data = clean.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["response_mask", "loss_mask"])
+    for name in ("response_mask", "loss_mask"):
+        masks = [row.tolist() for row in data[name].unbind()]
+        assert masks == [[1, 1], [0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert [is_trained(tag) for tag in batch.tags] == [True, False, True, False]
+    # verl rebuilds the batch from its store, whose tags must know it too
+    again = clean.kv_batch_put(keys=batch.keys, partition_id="train", fields=TensorDict({"a": torch.zeros(4)}, [4]))
+    assert [is_trained(tag) for tag in again.tags] == [True, False, True, False] and again.tags[1]["seq_len"] == 5
+    part.on_batch(again, active, {})
+    assert active.columns["valid_row"].tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("value", ["False", "0", float("nan"), 2])
+def test_values_that_are_not_true_or_false_are_refused(clean: Any, value: Any) -> None:
+    with pytest.raises(BatchError, match=r"valid_row of row u_1_0 is .*gives true or false"):
+        columns.Columns(CONFIG).on_sample(rows(clean, True, value))

@@ -160,7 +160,7 @@ def test_lost_rollouts_end_the_run_with_the_first_traceback(lab: Lab) -> None:
 def test_rollouts_that_may_be_lost_are_counted_and_count_as_failures_in_validation(lab: Lab) -> None:
     """One of four rollouts of every prompt dies; in validation verl would take the mean over the other three."""
     loop, environment = scripted(lab, "one_raises")
-    more = ["+verl_ext.max_missing_share=0.3", "trainer.val_before_train=true"]
+    more = ["verl_ext.max_missing_share=0.3", "trainer.val_before_train=true"]
     more += ["actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.do_sample=true"]
     run = lab.run("raises_seldom", overrides=[*loop, *more], environment=environment).check()
     metrics = run.metrics[2]

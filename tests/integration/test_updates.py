@@ -18,7 +18,7 @@ import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
-from verl_ext.integration.columns import VALID, ActiveBatch, is_trained
+from verl_ext.integration.columns import VALID, ActiveBatch, BatchError, is_trained
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import updates
 from verl_ext.integration.parts.base import Part
@@ -231,20 +231,41 @@ def test_what_may_surprise_is_said_and_null_says_nothing() -> None:
     assert updates.check(config(critic__loss_agg_mode="seq-mean-token-sum-norm")) == []
 
 
-def test_rows_that_are_taken_out_count_as_padding() -> None:
-    """They are spread over the updates, and no divisor counts them."""
+def taken_out(count: int, asked: int | None) -> tuple[Any, updates.Updates]:
+    """A batch of 15 rows and one of padding, of which the first `count` were taken out, and the part."""
     keys, tags = keys_and_tags(15, 1)
     tags = [{**tag, "seq_len": 10} for tag in tags]
-    for tag in tags[:7]:
+    for tag in tags[:count]:
         tag[VALID] = False
-    assert updates.settings(keys, tags, 4, 2, "seq-mean-token-mean")["global_batch_size"] == 4.0  # 8 of 15 rows
     batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train")
-    part = updates.Updates(config(), SimpleNamespace(use_critic=False, actor_rollout_wg=SimpleNamespace()))
-    part.trainer.actor_rollout_wg._dispatch_info = {"actor": [0]}
+    settings = config(verl_ext__updates_per_batch=asked, actor_rollout_ref__actor__ppo_mini_batch_size=1)
+    group = SimpleNamespace(_dispatch_info={"actor": [0]})
+    return batch, updates.Updates(settings, SimpleNamespace(use_critic=False, actor_rollout_wg=group))
+
+
+def test_rows_that_are_taken_out_count_as_padding() -> None:
+    """They are spread over the updates, and no divisor counts them."""
+    batch, part = taken_out(7, 2)
+    assert updates.settings(batch.keys, batch.tags, 4, 2, "seq-mean-token-mean")["global_batch_size"] == 4.0  # 8 of 15
     part.on_sample(batch)
     part.on_batch(batch, ActiveBatch(columns={}), {})
     trained = [is_trained(tag) for tag in batch.tags]
     assert sum(trained[:8]) == sum(trained[8:]) == 4
+
+
+def test_no_mini_batch_of_verls_is_without_a_row_that_is_trained_on() -> None:
+    """verl divides by the tokens of a mini-batch: the first two of four had none, and their loss was 0/0."""
+    batch, part = taken_out(11, None)
+    part.on_batch(batch, ActiveBatch(columns={}), {})
+    trained = [is_trained(tag) for tag in batch.tags]
+    assert [sum(trained[k : k + 4]) for k in (0, 4, 8, 12)] == [1, 1, 1, 1]
+    batch, part = taken_out(12, None)
+    with pytest.raises(BatchError, match=r"4 updates of this batch of 16 rows, .* all but 3 of them .*Set verl_ext"):
+        part.on_batch(batch, ActiveBatch(columns={}), {})
+    batch, part = taken_out(0, None)
+    before = list(batch.keys)
+    part.on_batch(batch, ActiveBatch(columns={}), {})
+    assert batch.keys == before and part.metrics == {}
 
 
 # ---- the trainer's side --------------------------------------------------------------------------------------------
@@ -255,12 +276,13 @@ def test_rows_that_are_taken_out_count_as_padding() -> None:
 @pytest.mark.parametrize("method", ["_balance_batch", "_get_required_batch_multiple"])
 def test_without_the_key_verl_decides(mode: str, ours: bool, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = v1.get_trainer_cls(mode)
-    monkeypatch.setattr(cls.__mro__[2], method, lambda self, *given, **named: (given, 7)["required" in method])
+    answer = 7 if method == "_get_required_batch_multiple" else SimpleNamespace(tags=[{}])
+    monkeypatch.setattr(cls.__mro__[2], method, lambda self, *given, **named: answer)
     trainer = cls.__new__(cls)
-    trainer._rows = None
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
     trainer.parts = (updates.Updates(config(verl_ext__updates_per_batch=None), trainer),) if ours else ()
-    given = (2,) if "required" in method else (SimpleNamespace(tags=[{}]), {})
-    assert getattr(trainer, method)(*given) == (7 if "required" in method else given)
+    given = (2,) if answer == 7 else (SimpleNamespace(tags=[{}]), {})
+    assert getattr(trainer, method)(*given) is answer
 
 
 class WorkerGroup:

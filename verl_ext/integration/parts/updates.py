@@ -43,7 +43,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from verl_ext.integration.columns import ActiveBatch, is_real, is_trained, split_key
+from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 
@@ -81,21 +81,42 @@ class Updates(Part):
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        if self.asked is not None:
-            ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
-            found = balance(batch, self.now, ranks)
+        ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
+        updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
+        if updates:
+            found = balance(batch, updates, ranks)
             metrics.update({name: value for name, value in found.items() if name.startswith("global_seqlen/")})
             self.metrics.update({name: value for name, value in found.items() if name not in metrics})
         return batch
 
+    def _verls_updates(self, batch: Any, ranks: int) -> int:
+        """verl's number of mini-batches if it would matter which rows meet in one, else 0.
+
+        verl divides by the tokens of a mini-batch, and one of rows that were taken out has none.
+        """
+        if not any(is_real(tag) and not is_trained(tag) for tag in batch.tags):
+            return 0
+        policy = self.config.actor_rollout_ref
+        updates = len(batch) // (int(policy.actor.ppo_mini_batch_size) * int(policy.rollout.n))
+        trained = sum(map(is_trained, batch.tags))
+        if trained < updates:
+            raise BatchError(
+                f"verl makes {updates} updates of this batch of {len(batch)} rows, but agent loops took out all but "
+                f"{trained} of them (valid_row: false), and an update needs a row. Set {KEY}, or mend what makes the "
+                "rollouts fail."
+            )
+        return updates if updates and len(batch) % (updates * ranks) == 0 else 0
+
     @contextmanager
     def around_update(self, role: str, batch: Any) -> Iterator[None]:
-        section = self.config.actor_rollout_ref.actor if role == "actor" else self.config.critic
-        group, method = (
-            (self.trainer.actor_rollout_wg, "update_actor")
-            if role == "actor"
-            else (self.trainer.critic_wg, "train_mini_batch")
-        )
+        if role == "actor":
+            section, group, method = (
+                self.config.actor_rollout_ref.actor,
+                self.trainer.actor_rollout_wg,
+                "update_actor",
+            )
+        else:
+            section, group, method = self.config.critic, self.trainer.critic_wg, "train_mini_batch"
         n, changes = int(self.config.actor_rollout_ref.rollout.n), None
         if self.asked is not None:
             changes = settings(batch.keys, batch.tags, n, self.now, str(section.loss_agg_mode))

@@ -17,6 +17,7 @@ from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMi
 from verl_ext.integration.columns import ActiveBatch, RowFieldMissing, active
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import agent_gradients
+from verl_ext.integration.parts.agent_gradients import AgentGradients
 
 
 def config(value: Any = True, **changes: Any) -> Any:
@@ -45,14 +46,14 @@ def config(value: Any = True, **changes: Any) -> Any:
 )
 def test_what_cannot_be_done_is_refused_by_name(settings: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        agent_gradients.check(settings)
+        AgentGradients.check(settings)
 
 
 def test_without_the_key_nothing_is_asked_for() -> None:
-    assert not agent_gradients.wanted(OmegaConf.create({})) and not agent_gradients.wanted(config(False))
-    agent_gradients.check(config(False, actor_rollout_ref__actor__strategy="megatron"))
-    assert agent_gradients.wanted(config())
-    agent_gradients.check(config())
+    assert not AgentGradients.wanted(OmegaConf.create({})) and not AgentGradients.wanted(config(False))
+    AgentGradients.check(config(False, actor_rollout_ref__actor__strategy="megatron"))
+    assert AgentGradients.wanted(config())
+    AgentGradients.check(config())
 
 
 def test_rows_are_numbered_by_the_agents_names() -> None:

@@ -13,7 +13,6 @@ from verl_ext.integration.options import select
 from verl_ext.integration.parts import (
     agent_gradients,
     agent_loops,
-    bypass,
     columns,
     losses,
     methods,
@@ -36,7 +35,6 @@ PARTS: tuple[type[Part], ...] = (
     missing.Missing,
     columns.Columns,  # row fields, for all that follow
     rollouts.Rollouts,
-    bypass.Bypass,
     losses.Losses,
     updates.Updates,
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again

@@ -27,11 +27,25 @@ class AgentGradients(Part):
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
-        return wanted(config)
+        value = select(config.get("verl_ext"), "agent_gradients", False)
+        if not isinstance(value, bool):
+            raise OptionError(f"{KEY} is {value!r}; give true or false.")
+        return value
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
-        check(config)
+        if not cls.wanted(config):
+            return []
+        if not config.trainer.get("use_v1", True):
+            raise OptionError(
+                f"{KEY}=true needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=false."
+            )
+        strategy = config.actor_rollout_ref.actor.strategy
+        if strategy not in ("fsdp", "fsdp2"):
+            raise OptionError(
+                f"{KEY}=true separates the agents in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} "
+                f"has none of its code. Set actor_rollout_ref.actor.strategy to fsdp or fsdp2, or {KEY}=false."
+            )
         return []
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
@@ -52,38 +66,6 @@ class AgentGradients(Part):
 
     def after_update(self, metrics: dict[str, Any]) -> None:
         self.metrics.update(named_metrics(metrics, self._names))
-
-
-def wanted(config: Any) -> bool:
-    """``verl_ext.agent_gradients``.
-
-    Raises:
-        OptionError: not true or false.
-    """
-    value = select(config.get("verl_ext"), "agent_gradients", False)
-    if not isinstance(value, bool):
-        raise OptionError(f"{KEY} is {value!r}; give true or false.")
-    return value
-
-
-def check(config: Any) -> None:
-    """Check what ``verl_ext.agent_gradients`` needs.
-
-    Raises:
-        OptionError: a bad value, a legacy trainer, or an engine that it does not reach.
-    """
-    if not wanted(config):
-        return
-    if not config.trainer.get("use_v1", True):
-        raise OptionError(
-            f"{KEY}=true needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=false."
-        )
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy not in ("fsdp", "fsdp2"):
-        raise OptionError(
-            f"{KEY}=true separates the agents in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} has "
-            f"none of its code. Set actor_rollout_ref.actor.strategy to fsdp or fsdp2, or {KEY}=false."
-        )
 
 
 def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:

@@ -126,7 +126,7 @@ def test_generate_returns_what_verl_reads(model, model_path):
     assert len(long.token_ids) == 16
 
 
-def test_bad_calls_name_the_trouble(model, model_path):
+def test_bad_calls_name_the_trouble(model, model_path, tmp_path):
     async def main():
         server = make_server(model_path, max_model_len=64)
         await push(server, model.state_dict().items())
@@ -144,6 +144,11 @@ def test_bad_calls_name_the_trouble(model, model_path):
     asyncio.run(main())
     with pytest.raises(ValueError, match="max_model_len=1024"):
         make_server(model_path, max_model_len=1024)
+    model.config.save_pretrained(tmp_path)
+    long = {"path": str(tmp_path), "override_config": {"attn_implementation": "sdpa", "max_position_embeddings": 8192}}
+    small = rollout_config(response_length=3300, engine_kwargs={"embedded": {"kv_cache_mb": 1}})
+    with pytest.raises(ValueError, match=r"response_length together need 3332 tokens .*embedded\.kv_cache_mb to 2 at"):
+        EmbeddedServer(small, HFModelConfig(load_tokenizer=False, **long))
 
 
 def test_a_failing_model_fails_the_requests_in_flight(model, model_path):
@@ -183,7 +188,7 @@ def test_abort_parks_or_rejects_and_resume_admits(model, model_path):
         server = make_server(model_path, response_length=400)
         await push(server, model.state_dict().items(), global_steps=1)
         tasks = [asyncio.create_task(server.generate([1, 2, i], dict(PARAMS), request_id=f"r{i}")) for i in range(4)]
-        while not any(request.token_ids for request in server._futures):
+        while not any(request.token_ids for request in list(server.engine._running)):
             await asyncio.sleep(0.001)
         result = await server.abort_all_requests()
         aborted = await asyncio.gather(*tasks)
@@ -227,9 +232,9 @@ def test_a_cancelled_caller_leaves_the_batch(model, model_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not server._futures
-        await server._in_engine_thread(lambda: None)
-        assert not server.engine.has_work()
+        assert (await server.health())["running"] <= 1
+        await server.wait_for_requests_to_drain()
+        assert not server.engine.has_work() and server.engine.kv_nbytes == 0
         await server.shutdown()
 
     asyncio.run(main())
@@ -500,9 +505,26 @@ def test_options_are_checked():
 def ray_cluster():
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    # a cluster of its own, whatever else runs on this machine
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
+
+
+def actor_model_config(path: str):
+    return OmegaConf.create({"path": path, "load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}})
+
+
+async def launch(config: RolloutConfig, model_cfg) -> EmbeddedReplica:
+    import ray
+
+    class TrainingWorker:
+        """Stands where verl's training worker is: the replica asks it for its node."""
+
+    worker = ray.remote(TrainingWorker).options(num_cpus=0).remote()
+    replica = EmbeddedReplica(replica_rank=0, config=config, model_config=model_cfg, gpus_per_node=1)
+    await replica.init_hybrid(SimpleNamespace(workers=[worker], world_size=1))
+    return replica
 
 
 @pytest.mark.slow
@@ -511,18 +533,10 @@ def test_replica_rollout_and_client_through_ray(ray_cluster, model, model_path, 
     ray = ray_cluster
     other = build_model(seed=8)
     config = rollout_config(engine_kwargs={"embedded": {"weight_bucket_mb": 1, "num_cpus": 0.1}})
-    model_cfg = OmegaConf.create(
-        {"path": model_path, "load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
-    )
-
-    class TrainingWorker:
-        """Stands where verl's training worker is: the replica asks it for its node."""
-
-    worker = ray.remote(TrainingWorker).options(num_cpus=0).remote()
+    model_cfg = actor_model_config(model_path)
 
     async def main():
-        replica = EmbeddedReplica(replica_rank=0, config=config, model_config=model_cfg, gpus_per_node=1)
-        await replica.init_hybrid(SimpleNamespace(workers=[worker], world_size=1))
+        replica = await launch(config, model_cfg)
         assert replica.server_address.startswith("embedded://")
         await replica.sleep()
 

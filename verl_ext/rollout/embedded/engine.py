@@ -8,77 +8,20 @@ Finished rows leave at once. One thread steps the engine; :meth:`GenerationEngin
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
-import threading
-from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from verl_ext.rollout.embedded.kv_cache import SlotCache
-from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, SamplingParams, sample
+from verl_ext.rollout.embedded.request import DefaultSeeds, Request, seed_from
+from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, sample
 
 __all__ = ["GenerationEngine", "Request", "kv_bytes_per_token"]
-
-#: Uniform numbers drawn from a request's generator at a time.
-_UNIFORM_BLOCK = 64
-#: Prompts whose occurrences are counted for default seeds; the oldest are forgotten beyond that.
-_MAX_COUNTED_PROMPTS = 1 << 18
-_SEED_MASK = 0x7FFF_FFFF_FFFF_FFFF
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way through the engine.
-
-    Args:
-        prompt_ids: token ids, not empty.
-        params: sampling parameters.
-        request_id: free name, used by :meth:`GenerationEngine.abort`.
-
-    Attributes:
-        token_ids: sampled ids, the stop token included.
-        logprobs: log-probability of each of them.
-        finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` once finished.
-        error: set instead of ``finish_reason`` when the model failed.
-        min_version, max_version: weight version at admission and at the end.
-    """
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    request_id: str = ""
-    seed: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: Exception | None = None
-    min_version: int | None = None
-    max_version: int | None = None
-    _stop: frozenset[int] = frozenset()
-    _generator: torch.Generator | None = None
-    _uniforms: list[float] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    def _next_uniform(self) -> float:
-        if self.params.greedy:
-            return 0.0
-        if not self._uniforms:
-            if self._generator is None:
-                self._generator = torch.Generator().manual_seed(self.seed)
-            block = torch.rand(_UNIFORM_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
-            block.reverse()
-            self._uniforms = block
-        return self._uniforms.pop()
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -100,8 +43,8 @@ class GenerationEngine:
         max_batch_size: rows decoded at once at most.
         max_prefill_tokens: padded prompt tokens of one prefill forward at most (a longer single prompt still runs
             alone).
-        kv_cache_bytes: bound on the key-value cache, counting every admitted row at its full possible length. One row
-            is always admitted.
+        kv_cache_bytes: bound on the key-value cache as it is allocated, at any time. A row is admitted when all rows
+            fit at the full possible length of the longest; a request that can never fit is refused.
         seed: base of the default request seeds.
         logprobs_mode: see :mod:`verl_ext.rollout.embedded.sampling`.
         vocab_limit: ids at and beyond it are never sampled (padded vocabulary); ``None`` samples all.
@@ -166,34 +109,29 @@ class GenerationEngine:
         self.max_model_len = max_model_len
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
-        self.kv_cache_tokens = max(1, kv_cache_bytes // kv_bytes_per_token(config, self.dtype))
-        self.seed = seed
+        per_token = kv_bytes_per_token(config, self.dtype)
+        # one layer's keys or values are held twice while the cache changes its layout
+        self._slot_bytes = per_token + per_token // (2 * text.num_hidden_layers)
+        self.kv_cache_tokens = kv_cache_bytes // self._slot_bytes
+        self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode
         self.logits_noise = logits_noise
-        self._noise_generator = torch.Generator().manual_seed(seed & _SEED_MASK)
-        #: Version of the weights; recorded in each request.
-        self.version: int | None = None
+        self._noise_generator = torch.Generator().manual_seed(seed_from(seed))
         self._accepts_logits_to_keep = "logits_to_keep" in arguments
         self._cache = SlotCache(self.device, self.dtype, max_batch_size, self.kv_cache_tokens)
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._batch: BatchSampling | None = None
-        self._edits = False
         self._tokens = torch.zeros(max_batch_size, 1, dtype=torch.long, device=self.device)
         self._positions = torch.zeros(max_batch_size, 1, dtype=torch.long, device=self.device)
-        self._occurrences: dict[bytes, int] = {}
-        self._occurrences_lock = threading.Lock()
 
     # ---- requests --------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> Request:
-        """Queue a request. Safe from any one thread beside the stepping one.
-
-        The seed of a request without one is derived from (engine seed, weight version, prompt, how many times this
-        prompt was submitted at this version): the same prompts get the same set of samples in whatever order they
-        arrive.
+        """Queue a request; :class:`~.request.DefaultSeeds` gives it a seed if it has none.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, or a prompt and response longer than the context.
+            ValueError: an empty prompt, an id outside the vocabulary, or a prompt and response longer than the context
+                or the key-value cache.
         """
         ids = request.prompt_ids
         if not ids:
@@ -203,37 +141,39 @@ class GenerationEngine:
                 f"prompt_ids holds ids in [{min(ids)}, {max(ids)}], "
                 f"outside the model's vocabulary [0, {self.vocab_size})"
             )
-        if len(ids) + request.params.max_tokens > self.max_model_len:
-            raise ValueError(
-                f"{len(ids)} prompt tokens and max_tokens={request.params.max_tokens} exceed "
-                f"max_model_len={self.max_model_len}"
-            )
+        what = f"{len(ids)} prompt tokens and max_tokens={request.params.max_tokens}"
+        if request.slots > self.max_model_len:
+            raise ValueError(f"{what} exceed max_model_len={self.max_model_len}")
+        self.check_fits(request.slots, what)
         seed = request.params.seed
-        request.seed = self._default_seed(ids) if seed is None else seed & _SEED_MASK
+        request.seed = self._seeds.next(ids) if seed is None else seed_from(seed)
         request._stop = request.params.stop_token_ids
         if not request.params.ignore_eos:
             request._stop |= self.eos_token_ids
         self._waiting.append(request)
         return request
 
-    def _default_seed(self, prompt_ids: Sequence[int]) -> int:
-        version = -1 if self.version is None else self.version
-        numbers = array("q", [self.seed & _SEED_MASK, version, *prompt_ids])
-        digest = hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
-        with self._occurrences_lock:
-            count = self._occurrences.get(digest, 0)
-            self._occurrences[digest] = count + 1
-            if len(self._occurrences) > _MAX_COUNTED_PROMPTS:
-                del self._occurrences[next(iter(self._occurrences))]
-        final = hashlib.blake2b(digest + count.to_bytes(8, "little"), digest_size=8).digest()
-        return int.from_bytes(final, "little") & _SEED_MASK
+    def check_fits(self, tokens: int, what: str) -> None:
+        """Refuse a row that can never be admitted.
+
+        Raises:
+            ValueError: ``tokens`` of one row are more than the key-value cache holds; names the key to raise.
+        """
+        if tokens > self.kv_cache_tokens:
+            raise ValueError(
+                f"{what} need {tokens} tokens of key-value cache, whose bound is {self.kv_cache_tokens}: raise "
+                "actor_rollout_ref.rollout.engine_kwargs.embedded.kv_cache_mb "
+                f"to {math.ceil(tokens * self._slot_bytes / 2**20)} at least, or allow fewer tokens"
+            )
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; recorded in each request."""
+        return self._seeds.version
 
     def set_version(self, version: int | None) -> None:
         """Record a new weight version and restart the occurrence counts of default seeds."""
-        with self._occurrences_lock:
-            if version != self.version:
-                self.version = version
-                self._occurrences.clear()
+        self._seeds.set_version(version)
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
@@ -263,36 +203,20 @@ class GenerationEngine:
         def chosen(request: Request) -> bool:
             return wanted is None or request in wanted or request.request_id in wanted
 
-        aborted = []
-        for _ in range(len(self._waiting)):
-            request = self._waiting.popleft()
-            if chosen(request):
-                aborted.append(request)
-            else:
-                self._waiting.append(request)
+        aborted = [request for request in self._waiting if chosen(request)]
+        self._waiting = deque(request for request in self._waiting if not chosen(request))
         rows = [row for row, request in enumerate(self._running) if chosen(request)]
         aborted += self._drop_rows(rows)
         for request in aborted:
             self._finish(request, "abort")
         return aborted
 
-    def release_cache(self) -> None:
-        """Free the key-value buffers.
-
-        Raises:
-            RuntimeError: requests are running.
-        """
-        if self._running:
-            raise RuntimeError(f"{len(self._running)} requests run: drain or abort them before freeing the cache")
-        self._cache.release()
-
     def fail_all(self, error: Exception) -> list[Request]:
         """End all requests, waiting and running, with ``error``."""
-        failed = self._fail_running(error)
-        while self._waiting:
-            request = self._waiting.popleft()
+        failed = [*self._fail_running(error), *self._waiting]
+        self._waiting.clear()
+        for request in failed:
             request.error = error
-            failed.append(request)
         return failed
 
     # ---- stepping --------------------------------------------------------------------------------------------------
@@ -307,16 +231,17 @@ class GenerationEngine:
         if self._waiting and len(self._running) < self.max_batch_size:
             admitted = self._admit()
             if admitted:
+                first = len(self._running)
                 try:
                     finished += self._prefill(admitted)
                 except Exception as error:  # reported to each request
                     for request in admitted:
                         request.error = error
                     finished += admitted
+                    del self._running[first:]
+                    self._batch = None
                     if self._cache.consistent:
-                        # rows that the failed prefill already placed have no owner
-                        for row in reversed(range(len(self._running), self._cache.rows)):
-                            self._cache.remove(row)
+                        self._cache.cut(first)
                     else:
                         finished += self._fail_running(error)
                 # a further group of waiting prompts joins before the next token is decoded
@@ -333,7 +258,7 @@ class GenerationEngine:
         """Take waiting requests in order, as many as batch, prefill and cache bounds allow."""
         admitted: list[Request] = []
         rows = len(self._running)
-        longest = max((len(r.prompt_ids) + r.params.max_tokens for r in self._running), default=0)
+        longest = max((r.slots for r in self._running), default=0)
         width = 0
         prompts: set[tuple[int, ...]] = set()
         while self._waiting and rows + len(admitted) < self.max_batch_size:
@@ -342,9 +267,10 @@ class GenerationEngine:
             key = tuple(request.prompt_ids)
             new_width = max(width, length)
             new_prompts = len(prompts) + (key not in prompts)
-            new_longest = max(longest, length + request.params.max_tokens)
+            new_longest = max(longest, request.slots)
             total = rows + len(admitted) + 1
-            if total > 1 and total * new_longest > self.kv_cache_tokens:
+            # with columns to spare, or rows that come and go would have the cache laid out anew at every step
+            if total > 1 and total * (new_longest + new_longest // 4) > self.kv_cache_tokens:
                 break
             if admitted and new_width * new_prompts > self.max_prefill_tokens:
                 break
@@ -362,21 +288,22 @@ class GenerationEngine:
         prompts: dict[tuple[int, ...], int] = {}
         source = [prompts.setdefault(tuple(r.prompt_ids), len(prompts)) for r in admitted]
         width = max(len(p) for p in prompts)
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=self.device)
+        # padded with the prompt's own first token: no row reads weights that are not its own (one may hold NaN)
+        ids = torch.tensor([[p[0]] * (width - len(p)) + list(p) for p in prompts], device=self.device)
         pads = torch.tensor([width - len(p) for p in prompts], device=self.device)
         columns = torch.arange(width, device=self.device)
         positions = (columns[None, :] - pads[:, None]).clamp_(min=0)
         mask: torch.Tensor | None = None
         if min(len(p) for p in prompts) < width:
             mask = self._prefill_mask(columns, pads)
-        cache = DynamicCache()
         for request in admitted:
             request.min_version = self.version
-        logits = self._forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        self._cache.begin_prefill(source, width)
+        logits = self._forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self._cache)
+        self._cache.end_prefill([len(r.prompt_ids) for r in admitted])
         if len(admitted) > len(prompts):
             logits = logits[torch.tensor(source, device=self.device)]
         first = len(self._running)
-        self._cache.insert(cache, source, [len(r.prompt_ids) for r in admitted])
         self._positions[first : first + len(admitted), 0] = torch.tensor(
             [len(r.prompt_ids) for r in admitted], device=self.device
         )
@@ -406,20 +333,18 @@ class GenerationEngine:
             if not self._plain_attention:
                 mask = (mask[:, 0, 0] == 0).long()
         positions = self._positions[:rows]
-        logits = self._forward(
-            input_ids=self._tokens[:rows], attention_mask=mask, position_ids=positions, past_key_values=cache
-        )
+        ids = self._tokens[:rows]
+        logits = self._forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         cache.advance()
         positions += 1
         if self._batch is None:
             params = [r.params for r in self._running]
             self._batch = BatchSampling(params, logits.shape[-1], self.device)
-            self._edits = any(p.edits_logits for p in params)
         self._tokens[:rows, 0] = self._sample(logits, self._running, self._batch)
         return self._collect(0)
 
     def _sample(self, logits: torch.Tensor, requests: list[Request], batch: BatchSampling) -> torch.Tensor:
-        """Sample one token a request and append it; returns the tokens ``(rows,)``."""
+        """Sample one token a request and append it, or its ``error``; returns the tokens ``(rows,)``."""
         if self.logits_noise > 0:
             noise = torch.randn(logits.shape, generator=self._noise_generator)
             logits = logits + self.logits_noise * noise.to(logits.device)
@@ -427,19 +352,20 @@ class GenerationEngine:
         if self.vocab_limit is not None:
             edited = edited.clone()
             edited[:, self.vocab_limit :] = -torch.inf
-        if self._edits or len(requests) != len(self._running):
-            for row, request in enumerate(requests):
-                if request.params.edits_logits:
-                    if edited is logits:
-                        edited = logits.clone()
-                    self._edit_row(edited[row], request)
+        if batch.edited_rows and edited is logits:
+            edited = logits.clone()
+        for row in batch.edited_rows:
+            self._edit_row(edited[row], requests[row])
         tokens, logprobs = sample(logits, edited, batch, [r._next_uniform() for r in requests], self.logprobs_mode)
-        values = logprobs.tolist()
-        if math.isnan(sum(values)):
-            raise FloatingPointError("the model's logits hold NaN or +inf: its weights are broken")
-        for request, token, logprob in zip(requests, tokens.tolist(), values, strict=True):
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
+        broken = FloatingPointError("the model's logits hold NaN or +inf")
+        if bool(logprobs.isnan().all()):
+            raise broken
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            if math.isnan(logprob):
+                request.error = broken
+            else:
+                request.token_ids.append(token)
+                request.logprobs.append(logprob)
         return tokens
 
     def _edit_row(self, logits: torch.Tensor, request: Request) -> None:
@@ -459,11 +385,13 @@ class GenerationEngine:
             logits[torch.tensor(stop, dtype=torch.long, device=logits.device)] = -torch.inf
 
     def _collect(self, first: int) -> list[Request]:
-        """End the rows from ``first`` on whose last token stops them."""
+        """End the rows from ``first`` on that failed or whose last token stops them."""
         done = []
         for row in range(first, len(self._running)):
             request = self._running[row]
-            if request.token_ids[-1] in request._stop:
+            if request.error is not None:
+                done.append(row)
+            elif request.token_ids[-1] in request._stop:
                 self._finish(request, "stop")
                 done.append(row)
             elif len(request.token_ids) >= request.params.max_tokens:
@@ -489,7 +417,7 @@ class GenerationEngine:
                 self._tokens[row] = self._tokens[last]
                 self._positions[row] = self._positions[last]
             self._running.pop()
-            self._cache.remove(row)
+            self._cache.remove(row, wipe=dropped[-1].error is not None)
         if rows:
             self._batch = None
         dropped.reverse()

@@ -18,7 +18,8 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_ext.rollout.embedded.server import EmbeddedOptions, EmbeddedServer
+from verl_ext.rollout.embedded.options import EmbeddedOptions
+from verl_ext.rollout.embedded.server import EmbeddedServer
 from verl_ext.rollout.embedded.weights import BucketWriter, resolve_dtype
 
 __all__ = ["EmbeddedReplica", "EmbeddedRollout", "server_name"]
@@ -73,10 +74,6 @@ class EmbeddedReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = await server.get_server_address.remote()
-
-    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests; see :meth:`EmbeddedServer.abort_all_requests`."""
-        return await self.servers[0].abort_all_requests.remote(reject_request=reject_request)
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
         """End one request; see :meth:`EmbeddedServer.abort_request`."""

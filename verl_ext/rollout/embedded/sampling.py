@@ -43,22 +43,9 @@ __all__ = ["LOGPROBS_MODES", "BatchSampling", "SamplingParams", "sample"]
 LOGPROBS_MODES = ("processed_logprobs", "policy_logprobs", "raw_logprobs")
 
 #: Names that :meth:`SamplingParams.from_dict` accepts.
-ACCEPTED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "max_new_tokens",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "n",
-    "logprobs",
+ACCEPTED = frozenset(
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_tokens max_new_tokens "
+    "min_tokens stop_token_ids ignore_eos seed n logprobs".split()
 )
 
 # Keeps u * total strictly below total in float64, so that the inverse of the CDF never falls off its end.
@@ -227,6 +214,8 @@ class BatchSampling:
         top_k = [vocab_size if p.greedy or p.top_k <= 0 else min(p.top_k, vocab_size) for p in params]
         top_p = [1.0 if p.greedy else p.top_p for p in params]
         min_p = [0.0 if p.greedy else p.min_p for p in params]
+        #: rows with penalties or ``min_tokens``
+        self.edited_rows = [i for i, p in enumerate(params) if p.edits_logits]
         self.all_greedy = all(greedy)
         self.any_greedy = any(greedy)
         self.greedy = torch.tensor(greedy, device=device) if self.any_greedy else None

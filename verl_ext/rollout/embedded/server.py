@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded rollout server: the class behind the Ray actor that verl's clients, replicas and weight sync talk to.
 
-The asyncio side keeps the gates (aborted, asleep, receiving weights) and the callers' futures; every touch of the
-engine runs on one worker thread, in short quanta while there is work, so remote calls stay responsive and never race
-with a step.
+`generate` calls wait for the engine's thread; see :mod:`verl_ext.rollout.embedded.engine_thread`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -28,77 +23,14 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from verl_ext.rollout.embedded.engine import GenerationEngine, Request
-from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, SamplingParams
+from verl_ext.rollout.embedded.engine_thread import EngineThread
+from verl_ext.rollout.embedded.options import EmbeddedOptions
+from verl_ext.rollout.embedded.sampling import SamplingParams
 from verl_ext.rollout.embedded.weights import Piece, WeightStore, resolve_dtype
 
 __all__ = ["EmbeddedOptions", "EmbeddedServer"]
 
 T = TypeVar("T")
-
-#: The worker thread hands control back this often while it decodes (seconds).
-_QUANTUM_S = 0.004
-
-
-@dataclass(frozen=True)
-class EmbeddedOptions:
-    """``actor_rollout_ref.rollout.engine_kwargs.embedded``.
-
-    Args:
-        num_threads: torch threads of the server process.
-        num_cpus: logical CPUs that Ray reserves for the server actor.
-        max_batch_size: rows decoded at once; ``None`` takes ``rollout.max_num_seqs``.
-        kv_cache_mb: bound on the key-value cache in MiB.
-        weight_bucket_mb: size of one weight transfer in MiB; the smaller of this and
-            ``rollout.checkpoint_engine.update_weights_bucket_megabytes`` holds.
-        attn_implementation: ``sdpa`` or ``eager``.
-        logprobs_mode: overrides ``rollout.logprobs_mode``; see :mod:`verl_ext.rollout.embedded.sampling`.
-        mask_padded_vocab: never sample ids that the tokenizer does not have (verl's vLLM server does the same).
-        logits_noise: standard deviation of noise on every logit, for studies of samplers that disagree with the
-            trainer; 0, none, else.
-
-    Raises:
-        ValueError: an unknown key or a value out of range.
-    """
-
-    num_threads: int = 1
-    num_cpus: float = 0.1
-    max_batch_size: int | None = None
-    kv_cache_mb: int = 2048
-    weight_bucket_mb: int = 64
-    attn_implementation: str = "sdpa"
-    logprobs_mode: str | None = None
-    mask_padded_vocab: bool = True
-    logits_noise: float = 0.0
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig) -> EmbeddedOptions:
-        """Read and check the options of a rollout config."""
-        where = "actor_rollout_ref.rollout.engine_kwargs.embedded"
-        raw: Any = (config.engine_kwargs or {}).get("embedded") or {}
-        if isinstance(raw, DictConfig):
-            raw = OmegaConf.to_container(raw, resolve=True)
-        allowed = [f.name for f in fields(cls)]
-        unknown = sorted(set(raw) - set(allowed))
-        if unknown:
-            raise ValueError(f"{where} has unknown key(s) {unknown}; allowed: {allowed}")
-        given = {k: v for k, v in raw.items() if v is not None}
-        for name in ("num_threads", "max_batch_size", "kv_cache_mb", "weight_bucket_mb"):
-            value = given.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{where}.{name}={value!r} must be an integer of at least 1")
-        noise = given.get("logits_noise", 0.0)
-        if not isinstance(noise, int | float) or not 0 <= noise < math.inf:
-            raise ValueError(f"{where}.logits_noise={noise!r} must be a finite number of at least 0")
-        if not isinstance(given.get("num_cpus", 0), int | float) or given.get("num_cpus", 0) < 0:
-            raise ValueError(f"{where}.num_cpus={given['num_cpus']!r} must be a number >= 0")
-        if given.get("attn_implementation", "sdpa") not in ("sdpa", "eager"):
-            raise ValueError(f"{where}.attn_implementation={given['attn_implementation']!r} is neither sdpa nor eager")
-        options = cls(**given)
-        mode = options.logprobs_mode or config.logprobs_mode or "processed_logprobs"
-        if mode not in LOGPROBS_MODES:
-            name = f"{where}.logprobs_mode" if options.logprobs_mode else "actor_rollout_ref.rollout.logprobs_mode"
-            raise ValueError(f"{name}={mode!r} is not one of {list(LOGPROBS_MODES)}")
-        return options
 
 
 def _eos_token_ids(model_config: HFModelConfig) -> set[int]:
@@ -137,23 +69,10 @@ class EmbeddedServer:
         self.rollout_mode = rollout_mode
         self.replica_rank = replica_rank
         self.global_steps: int | None = None
-        self._executor = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="embedded-engine",
-            initializer=torch.set_num_threads,
-            initargs=(self.options.num_threads,),
-        )
-        self._futures: dict[Request, asyncio.Future[None]] = {}
-        self._driver: asyncio.Task[None] | None = None
-        # The three gates; a request waits in front of them unless one rejects.
-        self._paused = False
-        self._rejecting = False
-        self._asleep: set[str] = set()
-        self._updating = False
-        self._gate_changed = asyncio.Event()
         self._weights_error: str | None = None
         self._profiler: Any = None
         self._build()
+        self._thread = EngineThread(self.engine, self._admit, self.options.num_threads)
 
     def _build(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -195,22 +114,32 @@ class EmbeddedServer:
             logits_noise=options.logits_noise,
             vocab_limit=vocab_limit,
         )
+        row = min(config.prompt_length + config.response_length, self.engine.max_model_len)
+        self.engine.check_fits(row, "actor_rollout_ref.rollout.prompt_length and response_length together")
 
     # ---- start and address -----------------------------------------------------------------------------------------
     async def launch_server(self) -> None:
         """Finish starting. A colocated server owns its weights and loads them now; others are sent theirs."""
         if self.rollout_mode == RolloutMode.COLOCATED:
-            await self._ensure_weights()
+            await self._call(self._ensure_weights)
 
     def get_server_address(self) -> str:
         """A name unique among the run's replicas. There is no HTTP endpoint behind it."""
         return f"embedded://{os.uname().nodename}/{os.getpid()}"
 
-    def get_rollout_config(self) -> RolloutConfig:
-        return self.config
+    async def health(self) -> dict[str, Any]:
+        """Requests ``running``, ``waiting`` for room and ``parked`` by a closed gate, the reasons ``closed``, the
+        bytes of the key-value cache, the version of the weights and what is wrong with them, if anything."""
+        return {
+            **self._thread.state(),
+            "kv_cache_bytes": self.engine.kv_nbytes,
+            "global_steps": self.global_steps,
+            "weights_error": self._weights_error,
+        }
 
-    async def _in_engine_thread(self, action: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, action, *args)
+    async def _call(self, action: Callable[..., T], *args: Any) -> T:
+        """Run on the engine's thread, before its next step."""
+        return await asyncio.wrap_future(self._thread.call(action, *args))
 
     # ---- generation ------------------------------------------------------------------------------------------------
     async def generate(
@@ -242,7 +171,8 @@ class EmbeddedServer:
         """
         kwargs.pop("priority", None)
         extra = {"image_data": image_data, "video_data": video_data, **kwargs}
-        used = sorted(name for name, value in extra.items() if value is not None and (not _is_empty(value)))
+        # an empty list or array says nothing
+        used = sorted(n for n, v in extra.items() if v is not None and not (hasattr(v, "__len__") and len(v) == 0))
         if used:
             raise ValueError(f"the embedded rollout engine serves text only and cannot use {used}")
         prompt_ids = normalize_token_ids(prompt_ids)
@@ -263,23 +193,10 @@ class EmbeddedServer:
             ignore_eos=config.ignore_eos,
         )
         request = Request(prompt_ids, params, request_id=str(request_id))
-        while True:
-            if not await self._pass_gates():
-                request.finish_reason = "abort"
-                return self._output(request)
-            if self.weights.ready and self._weights_error is None:
-                break
-            # a gate may close while the weights are loaded
-            await self._ensure_weights()
-        self.engine.submit(request)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures[request] = future
-        self._drive()
         try:
-            await future
+            await asyncio.wrap_future(self._thread.submit(request))
         except asyncio.CancelledError:
-            self._futures.pop(request, None)
-            self._executor.submit(self.engine.abort, [request])
+            self._thread.abort([request])
             raise
         if request.error is not None:
             error = request.error
@@ -301,49 +218,9 @@ class EmbeddedServer:
             },
         )
 
-    def _gates_changed(self) -> None:
-        """Wake those who wait for a gate, and the stepping."""
-        self._gate_changed.set()
-        self._gate_changed = asyncio.Event()
-        self._drive()
-
-    async def _pass_gates(self) -> bool:
-        """Wait until requests are admitted; ``False`` if they are rejected meanwhile."""
-        while self._paused or self._asleep or self._updating:
-            if self._paused and self._rejecting:
-                return False
-            await self._gate_changed.wait()
-        return True
-
-    def _drive(self) -> None:
-        """Have the engine stepped while it has work."""
-        if self._driver is None and not self._updating and self.engine.has_work():
-            self._driver = asyncio.get_running_loop().create_task(self._step_while_busy())
-
-    async def _step_while_busy(self) -> None:
-        try:
-            while self.engine.has_work() and not self._updating:
-                self._resolve(await self._in_engine_thread(self._quantum))
-        except Exception as error:  # a defect of the engine itself: nobody may wait for ever
-            self._resolve(await self._in_engine_thread(self.engine.fail_all, error))
-        finally:
-            self._driver = None
-        self._drive()
-
-    def _quantum(self) -> list[Request]:
-        finished: list[Request] = []
-        deadline = time.perf_counter() + _QUANTUM_S
-        while self.engine.has_work():
-            finished += self.engine.step()
-            if self._updating or time.perf_counter() >= deadline:
-                break
-        return finished
-
-    def _resolve(self, finished: list[Request]) -> None:
-        for request in finished:
-            future = self._futures.pop(request, None)
-            if future is not None and not future.done():
-                future.set_result(None)
+    def _admit(self, request: Request) -> None:
+        self._ensure_weights()
+        self.engine.submit(request)
 
     # ---- aborting --------------------------------------------------------------------------------------------------
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
@@ -356,64 +233,50 @@ class EmbeddedServer:
         Returns:
             ``{"aborted_count": int, "request_ids": list}``.
         """
-        self._paused = True
-        self._rejecting = reject_request
-        self._gates_changed()
-        aborted = await self._in_engine_thread(self.engine.abort)
-        self._resolve(aborted)
+        self._thread.close("paused", rejecting=reject_request)
+        aborted = await asyncio.wrap_future(self._thread.abort())
         return {"aborted_count": len(aborted), "request_ids": [r.request_id for r in aborted]}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """End one request with what it has."""
-        aborted = await self._in_engine_thread(self.engine.abort, [str(request_id)])
-        self._resolve(aborted)
-        if not aborted:
-            return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
-        return {"aborted": True, "request_id": request_id}
+        if await asyncio.wrap_future(self._thread.abort([str(request_id)])):
+            return {"aborted": True, "request_id": request_id}
+        return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
 
     async def resume_generation(self) -> None:
         """Admit requests again after :meth:`abort_all_requests`."""
-        self._paused = False
-        self._rejecting = False
-        self._gates_changed()
+        self._thread.open("paused")
 
     async def wait_for_requests_to_drain(self) -> None:
         """Return when no admitted request is unfinished. Requests behind a gate do not count."""
-        while self._futures:
-            await asyncio.wait(list(self._futures.values()))
+        await asyncio.wrap_future(self._thread.call(lambda: None, when_idle=True))
 
     # ---- sleeping --------------------------------------------------------------------------------------------------
     def _sleeps(self) -> bool:
         return self.config.free_cache_engine and self.rollout_mode != RolloutMode.STANDALONE
 
     async def sleep(self) -> None:
-        """Hold new requests, let the running ones end, free the key-value cache.
+        """Hold new requests and let the running ones end; the last one frees the key-value cache.
 
         The weights stay as they are. Without ``rollout.free_cache_engine``, and in standalone mode, nothing happens.
         """
         if self._sleeps():
-            self._asleep = {"weights", "kv_cache"}
-            await self._free_cache()
+            self._thread.close("weights", "kv_cache")
+            await self.wait_for_requests_to_drain()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Undo :meth:`sleep` for ``tags`` (``weights``, ``kv_cache``; default all). They run when both are awake."""
         if self._sleeps():
-            self._asleep -= set(tags) if tags else {"weights", "kv_cache"}
-            self._gates_changed()
+            self._thread.open(*(tags or ("weights", "kv_cache")))
 
     async def release_kv_cache(self) -> None:
-        """Hold new requests, let the running ones end, free the key-value cache; :meth:`resume_kv_cache` undoes it."""
+        """Hold new requests and let the running ones end, which frees the cache; :meth:`resume_kv_cache` undoes it."""
         if self.config.free_cache_engine and self.rollout_mode != RolloutMode.COLOCATED:
-            self._asleep.add("kv_cache")
-            await self._free_cache()
+            self._thread.close("kv_cache")
+            await self.wait_for_requests_to_drain()
 
     async def resume_kv_cache(self) -> None:
-        self._asleep.discard("kv_cache")
-        self._gates_changed()
-
-    async def _free_cache(self) -> None:
-        await self.wait_for_requests_to_drain()
-        await self._in_engine_thread(self.engine.release_cache)
+        self._thread.open("kv_cache")
 
     async def clear_kv_cache(self) -> None:
         """There is no prefix cache to clear; keys and values of running requests stay."""
@@ -422,7 +285,7 @@ class EmbeddedServer:
     async def set_global_steps(self, global_steps: int | None) -> None:
         """Record the version of the weights."""
         self.global_steps = global_steps
-        await self._in_engine_thread(self.engine.set_version, global_steps)
+        await self._call(self.engine.set_version, global_steps)
 
     async def update_weights_bucket(
         self,
@@ -461,53 +324,48 @@ class EmbeddedServer:
             self.weights.load_bucket(pieces, data)
             if last:
                 self.weights.finish()
+                self._weights_error = None
                 if global_steps is not None:
+                    self.global_steps = global_steps
                     self.engine.set_version(global_steps)
 
         if first:
-            self._updating = True
+            self._thread.close("updating")
         try:
-            await self._in_engine_thread(apply)
+            await self._call(apply)
         except Exception as error:
-            self._weights_error = f"the last weight synchronisation failed: {error}"
-            await self._end_update()
+            await self._fail_update(f"the last weight synchronisation failed: {error}")
             raise
         if last:
-            self._weights_error = None
-            if global_steps is not None:
-                self.global_steps = global_steps
-            await self._end_update()
+            self._thread.open("updating")
 
     async def abort_weight_update(self, reason: str) -> None:
         """The sender cannot complete its synchronisation."""
-        self._weights_error = f"the last weight synchronisation was broken off: {reason}"
-        await self._end_update()
+        await self._fail_update(f"the last weight synchronisation was broken off: {reason}")
 
-    async def _end_update(self) -> None:
-        self._updating = False
-        if self._weights_error is not None:
-            error = RuntimeError(self._weights_error)
-            self._resolve(await self._in_engine_thread(self.engine.fail_all, error))
-        self._gates_changed()
+    async def _fail_update(self, reason: str) -> None:
+        self._weights_error = reason
+        await asyncio.wrap_future(self._thread.fail_all(RuntimeError(reason)))
+        self._thread.open("updating")
 
-    async def _ensure_weights(self) -> None:
-        """Load the weights from disk where nobody sent them.
+    def _ensure_weights(self) -> None:
+        """Load the weights from disk where nobody sent them. On the engine's thread.
 
         Raises:
             RuntimeError: there are none to load, or the last synchronisation failed.
         """
         if self._weights_error is not None:
             raise RuntimeError(f"embedded rollout: no usable weights: {self._weights_error}")
+        if self.weights.ready:
+            return
         if self.config.load_format == "dummy":
             raise RuntimeError(
                 "embedded rollout: no weights yet: none were synchronised and "
                 "actor_rollout_ref.rollout.load_format=dummy does not load them from disk (auto does)"
             )
-        await self._in_engine_thread(self._load_from_disk)
+        self._load_from_disk()
 
     def _load_from_disk(self) -> None:
-        if self.weights.ready:
-            return
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
@@ -534,7 +392,7 @@ class EmbeddedServer:
             self._profiler.start()
 
         if self._profiles() and self._profiler is None:
-            await self._in_engine_thread(start)
+            await self._call(start)
 
     async def stop_profile(self) -> None:
         """Write ``embedded_replica<rank>_<time>.json`` (Chrome trace) to ``rollout.profiler.save_path``."""
@@ -547,13 +405,8 @@ class EmbeddedServer:
             profiler.export_chrome_trace(os.path.join(self.config.profiler.save_path, name))
 
         if self._profiler is not None:
-            await self._in_engine_thread(stop)
+            await self._call(stop)
 
     async def shutdown(self) -> None:
-        """End the worker thread; the server takes no calls afterwards."""
-        self._resolve(await self._in_engine_thread(self.engine.abort))
-        self._executor.shutdown(wait=True)
-
-
-def _is_empty(value: Any) -> bool:
-    return hasattr(value, "__len__") and len(value) == 0
+        """End all requests and the engine's thread; the server takes no calls afterwards."""
+        self._thread.stop()

@@ -21,6 +21,7 @@ METHODS = {
     "dr_mas": {"dr_mas/group_size/mean": (2, 8), "agent/writer/gradient_energy_share": (0, 1)},
     "hgpo": {"hgpo/level_1/usable_share": (0.01, 1), "hgpo/level_2/usable_share": (0, 1)},
     "gigpo": {"gigpo/group_size/mean": (1, 12)},
+    "maxrl": {"maxrl/group_size/mean": (2, 12)},
     "otb": {
         "otb/effective_samples": (1, 12),
         "otb/baseline/mean": (0, 100),

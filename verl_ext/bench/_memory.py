@@ -56,6 +56,11 @@ class Batch(NamedTuple):
 
         dr_mas_advantage(self.rewards, self.mask, self.index, traj_uid=self.traj_uid, agent_id=self.agent_id)
 
+    def maxrl(self) -> None:
+        from verl_ext.methods.maxrl import maxrl_advantage
+
+        maxrl_advantage(self.rewards, self.mask, self.index, traj_uid=self.traj_uid)
+
     def otb(self, baseline: Literal["self_inclusive", "leave_one_out"] = "self_inclusive") -> None:
         from verl_ext.methods.otb import otb_advantage
 

@@ -36,7 +36,9 @@ def progress(text: str) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The value with its floats to four places, dictionaries too."""
+    """The value with its floats to four places, and those below 1 to four digits; dictionaries too."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if abs(value) < 1 else round(value, 4)

@@ -7,6 +7,10 @@ core for advantages), so that the time of other processes does not count; with `
 seconds. The floor is the time to read each input once and to write outputs of the same size to fresh memory. Peak
 memory is the growth of the resident memory of a process of its own over one call. Row counts are prompts x 8 samples.
 
+``fraction_of_step`` is an estimator's time over that of a training step of as many tokens, at the worst shape: one
+forward and backward pass of the smallest model that is trained here, a Llama with 2 layers, 64 hidden units and a
+vocabulary of 32k, without old and reference log-probabilities, rollouts and optimiser.
+
 Headline figures are the worst over the usual shapes; longer rows and rows with tool tokens are in the table.
 """
 
@@ -33,6 +37,9 @@ HEADLINE = ((256, 512), (1024, 1024), (4096, 512))
 LONG = ((256, 4096), (256, 8192))
 QUICK_HEADLINE = ((256, 512), (1024, 512))
 QUICK_LONG = ((64, 4096),)
+
+#: Estimators by the beginning of their lines in the table.
+ESTIMATORS = ("trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb")
 
 #: Tokens that one comparison works through, and the bounds of its number of repetitions.
 TOKENS = 12_000_000
@@ -112,6 +119,7 @@ def estimators(batch: Batch) -> dict[str, tuple[Callable[[], Any], Callable[[], 
             lambda: stream((batch.rewards, batch.mask), 1),
         ),
         "dr_mas": (batch.dr_mas, rloo, lambda: stream((batch.rewards, batch.mask), 1)),
+        "maxrl": (batch.maxrl, rloo, lambda: stream((batch.rewards, batch.mask), 1)),
     }
 
 
@@ -134,8 +142,11 @@ def _floor(clock: Clock, function: Callable[[], None]) -> float:
     return compare(clock, function, None, MIN_REPEATS)[0]
 
 
-def hgpo_case(prompts: int, trajectories: int, steps: int, length: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """HGPO at K=2 on episodes of `steps` steps whose observations repeat within a prompt, and its floor."""
+def step_cases(
+    prompts: int, trajectories: int, steps: int, length: int
+) -> tuple[dict[str, Callable[[], Any]], Callable[[], None]]:
+    """HGPO at K=2 and GiGPO on episodes of `steps` steps whose observations repeat within a prompt, and their floor."""
+    from verl_ext.methods.gigpo import gigpo_advantage
     from verl_ext.methods.hgpo import hgpo_advantage
 
     rows = prompts * trajectories * steps
@@ -154,8 +165,28 @@ def hgpo_case(prompts: int, trajectories: int, steps: int, length: int) -> tuple
         "is_action_valid": random.random(rows) > 0.1,
     }
     index = np.array([f"{p:032x}" for p in prompt], dtype=object)
-    call = functools.partial(hgpo_advantage, batch.rewards, batch.mask, index, **fields, history_length=2)
-    return call, lambda: stream((batch.mask,), 1)
+    given = (batch.rewards, batch.mask, index)
+    calls: dict[str, Callable[[], Any]] = {
+        "hgpo, K=2": lambda: hgpo_advantage(*given, **fields, history_length=2),
+        "gigpo": lambda: gigpo_advantage(*given, **fields),
+    }
+    return calls, lambda: stream((batch.mask,), 1)
+
+
+def step_seconds_a_token(clock: Clock, rows: int = 4, length: int = 512) -> float:
+    """Seconds a token of a training step: forward and backward of a small Llama, without anything else of a step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32_768, max_position_embeddings=length, **sizes, **heads))
+    tokens = torch.randint(0, 32_768, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return compare(clock, step, None, 3)[0] / tokens.numel()
 
 
 def kpo_case(rows: int, length: int) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], None]]:
@@ -256,13 +287,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(compare_estimators(clock, shape, tools))
     # The figures of these two are at one published size each, with --quick too.
     progress("hgpo: 16 prompts x 8 trajectories x 50 steps, 512 tokens, K=2")
-    call, floor = hgpo_case(16, 8, 50, 512)
-    hgpo = compare(clock, call, None, MIN_REPEATS)
-    show([Comparison("hgpo, K=2", (6400, 512), *hgpo, _floor(clock, floor))])
+    calls, floor = step_cases(16, 8, 50, 512)
+    for name, call in calls.items():
+        show([Comparison(name, (6400, 512), *compare(clock, call, None, MIN_REPEATS), _floor(clock, floor))])
     progress("losses, forward and backward")
     ours, theirs, floor = kpo_case(256, 4096)
     kpo = compare(clock, ours, theirs, MIN_REPEATS if args.quick else 11)
     show([Comparison("kpo against vanilla", (256, 4096), *kpo, _floor(clock, floor))])
+
+    progress("a training step")
+    of_step = step_seconds_a_token(clock)
+    fractions = {
+        name: max(line.ours / math.prod(line.shape) for line in lines if line.name.startswith(name)) / of_step
+        for name in ESTIMATORS
+    }
+    print(f"\nA training step takes {of_step * 1e6:.1f} us a token. Fractions of it, at the worst shape:")
+    print(", ".join(f"{name} {fraction:.5f}" for name, fraction in fractions.items()))
 
     rows = GROWTH_ROWS[:-1] if args.quick else GROWTH_ROWS
     grown = ("otb", "trloo")
@@ -308,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dr_mas_vs_rloo_vectorized": max(ratios("dr_mas", headline)),
         "trloo_vs_rloo_vectorized_long_rows": max(ratios("trloo", long)),
         "dr_mas_vs_rloo_vectorized_long_rows": max(ratios("dr_mas", long)),
-        "hgpo_6400x512_seconds": hgpo[0],
+        "hgpo_6400x512_seconds": next(line.ours for line in lines if line.name == "hgpo, K=2"),
         "kpo_vs_vanilla": kpo[2],
         "growth_exponent": max(found["seconds"] for found in exponents.values()),
         "memory_exponent": max(found["bytes"] for found in exponents.values()),
@@ -319,7 +359,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verl-ext bench advantages: not finite: {worst}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps({**rounded(figures), "threads": args.threads, "quick": args.quick}))
+        print(
+            json.dumps(
+                {
+                    **rounded(figures),
+                    "fraction_of_step": rounded(fractions),
+                    "threads": args.threads,
+                    "quick": args.quick,
+                }
+            )
+        )
     return 0
 
 

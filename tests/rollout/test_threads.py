@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of their own for tokenising, decoding and judging."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from loops import make_loop
+from omegaconf import OmegaConf
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.demo.model import train_tokenizer
+from verl_ext.integration.options import OptionError
+from verl_ext.rollout import step_wise
+from verl_ext.rollout import threads as module
+from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
+
+
+def test_slow_work_takes_no_time_from_what_waits_for_a_thread() -> None:
+    """Six calls of 0.1 s on two threads: the last waits longer than its limit, which counts from its start."""
+    pool, gate = Threads("judging", 2), threading.Event()
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*[pool.run(gate.wait, 0.1, timeout_s=0.25) for _ in range(6)])
+
+    assert asyncio.run(run()) == [False] * 6 and pool.lost == 0
+
+
+def test_work_that_does_not_end_is_left_behind_and_others_go_on() -> None:
+    pool, gate = Threads("judging", 2), threading.Event()
+
+    async def run() -> None:
+        hanging = [pool.run(gate.wait, timeout_s=0.05) for _ in range(4)]
+        results = await asyncio.gather(*hanging, return_exceptions=True)
+        assert all(isinstance(result, asyncio.TimeoutError) for result in results) and pool.lost == 4
+        assert await asyncio.gather(*[pool.run(lambda: 7, timeout_s=5.0) for _ in range(8)]) == [7] * 8
+
+    asyncio.run(run())
+    gate.set()
+
+
+def test_too_much_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_LOST", 2)
+    pool, gate = Threads("judging", 1), threading.Event()
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(asyncio.TimeoutError):
+                await pool.run(gate.wait, timeout_s=0.05)
+        with pytest.raises(HeldThreads, match="2 threads for judging are held"):
+            await pool.run(lambda: 7)
+        gate.set()
+        while pool.lost:
+            await asyncio.sleep(0.01)
+        assert await pool.run(lambda: 7) == 7
+
+    asyncio.run(run())
+
+
+def test_sizes_come_from_the_configuration() -> None:
+    config = OmegaConf.create({"verl_ext": {"threads": {"judging": 3}}})
+    assert [threads(config, kind).size for kind in ("tokenising", "decoding", "judging")] == [4, 2, 3]
+    assert threads(config, "judging") is threads(config, "judging")
+    for wrong, message in (({"judges": 3}, "judges is not an option"), ({"judging": 0}, "judging is 0")):
+        with pytest.raises(OptionError, match=f"verl_ext.threads.{message}"):
+            read_threads({"verl_ext": {"threads": wrong}})
+
+
+class Nobodys(ThreadPoolExecutor):
+    """Stands for the event loop's own threads."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the event loop's own threads are used")
+
+
+def test_a_loop_leaves_the_event_loops_threads_alone() -> None:
+    tokenizer = train_tokenizer(["<action>forward</action> place 1 Reach the end."] * 64)
+    rollout = {"prompt_length": 256, "response_length": 32}
+    environment = {"name": "environment_zoo:Async", "template": "compact"}
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"rollout": rollout}, "data": {}, "verl_ext": {"environment": environment}}
+    )
+
+    class Server:
+        async def generate(self, **kwargs: Any) -> Any:
+            ids = tokenizer.encode("<action>forward</action>", add_special_tokens=False)
+            return TokenOutput(token_ids=ids, log_probs=None, extra_fields={})
+
+    async def run() -> list[Any]:
+        asyncio.get_running_loop().set_default_executor(Nobodys())
+        row = {"raw_prompt": [{"role": "user", "content": "Play."}], "session_id": 0, "index": 0}
+        return await make_loop(step_wise.AGENT_NAME, config, Server(), tokenizer).run({}, **row)
+
+    assert len(asyncio.run(run())) == 3

@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import re2
+
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, Observation
 
 VIEWS = ("full", "local", "position")
-_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_HIGHLIGHT = re2.compile(r"(?s)\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LAST_ACTION = re.compile(r"^[ \t]+\(\w+\)[ \t]*\n|\n[ \t]+\(\w+\)[ \t]*\Z", re.MULTILINE)
 

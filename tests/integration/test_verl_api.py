@@ -384,6 +384,21 @@ def test_a_replaced_class_is_counted_and_stays_a_class(target: wraps.Target) -> 
             pass
 
 
+def test_a_class_is_replaced_once_for_the_life_of_the_process(target: wraps.Target) -> None:
+    module: Any = sys.modules["a_verl"]
+
+    class Made:
+        def __new__(cls, size: int) -> Any:
+            return size + 1
+
+    target = wraps.Target("a_verl", "Class", ("size",), "verl 0.9.1", "to see it made")
+    module.Class = type("Class", (), {"__init__": lambda self, size: None})
+    wraps.replace(target, lambda original: Made)
+    first = module.Class
+    wraps.replace(target, lambda original: Made)  # its parameters are looked up again
+    assert module.Class is first and module.Class(1) == 2
+
+
 def test_an_error_inside_is_not_hidden(target: wraps.Target) -> None:
     with pytest.raises(ZeroDivisionError):
         with wraps.must_be_called(target), wraps.replaced(target, lambda original: original):

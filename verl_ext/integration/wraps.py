@@ -123,9 +123,8 @@ def _counted(target: Target, replacement: Any) -> Any:
             _calls[target] += 1
             super(counted, self).__init__(*args, **kwargs)
 
-        counted: Any = type(
-            replacement.__name__, (replacement,), {"__init__": __init__, "__doc__": replacement.__doc__}
-        )
+        parts = {"__init__": __init__, "__doc__": replacement.__doc__, "__signature__": inspect.signature(replacement)}
+        counted: Any = type(replacement.__name__, (replacement,), parts)
         return counted
 
     @functools.wraps(replacement)

@@ -61,10 +61,10 @@ TEAM = {
 
 def fault(index: int, session: int, step: int) -> str:
     """What goes wrong in a trajectory; empty for one that is left alone."""
-    draw = random.Random(f"{index}/{session}/{step}")
-    if draw.random() >= float(os.environ.get("CHAOS_SHARE", "0")):
+    if random.Random(f"{index}/{session}/{step}").random() >= float(os.environ.get("CHAOS_SHARE", "0")):
         return ""
-    return draw.choice(sorted(WORLD if index % 2 else TEAM))
+    kinds = sorted(WORLD if index % 2 else TEAM)
+    return kinds[(index // 2 + 3 * session + step) % len(kinds)]
 
 
 class World:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of verl's trainer in which a third of the trajectories go wrong, in twenty ways, at random.
+"""A run of verl's trainer in which half of the trajectories go wrong, at random, in twenty ways.
 
 `CHAOS_STEPS=30 pytest tests/e2e/test_faults.py` makes the runs longer.
 """
@@ -20,7 +20,7 @@ from test_main_job import finite, nothing_left, shared_memory
 pytestmark = pytest.mark.e2e
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "3"))
-SHARE = "0.35"
+SHARE = "0.5"
 SAMPLES = 8
 
 
@@ -59,7 +59,7 @@ def disturbed(lab: Lab, name: str, share: str) -> Run:
             f"reward.custom_reward_function.path={folder / 'judge.py'}",
             f"trainer.total_training_steps={STEPS}",
             "trainer.total_epochs=1000",
-            "+verl_ext.max_missing_share=0.9",
+            "++verl_ext.max_missing_share=0.9",
             "+verl_ext.environment={name: 'chaos:World', template: compact, action_tag: null, step_timeout_s: 3.0}",
             "+verl_ext.orchestra={name: chaos, modules: [chaos], call_timeout_s: 3.0, retriever: "
             "{kind: http, url: 'http://127.0.0.1:9/retrieve', retries: 0}}",

@@ -277,6 +277,21 @@ def _run_bench(args: argparse.Namespace) -> int:
     return module.main([*args.arguments, *args.extras]) or 0
 
 
+# --- sandbox ------------------------------------------------------------------------------------------------------
+
+
+def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.sandbox import command
+
+    command.arguments(parser)
+
+
+def _run_sandbox(args: argparse.Namespace) -> int:
+    from verl_ext.sandbox import command
+
+    return command.run(args)
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +325,7 @@ COMMANDS = (
     ),
     Command("rollouts", "read the rollouts of a run, as text or in a browser", _rollouts_arguments, _run_rollouts),
     Command("report", "compare runs: one page of curves, and pictures", _report_arguments, _run_report),
+    Command("sandbox", "what keeps code of models in here, and attempts to get out", _sandbox_arguments, _run_sandbox),
     Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
 )
 

@@ -17,6 +17,8 @@ from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.sandbox import CAGE_VARIABLE, CONFIG_KEY, LEVELS, check
+
 
 class LaunchCallback(Callback):
     """``hydra.callbacks.verl_ext`` of our recipes.
@@ -121,16 +123,37 @@ def prepare(config: Any) -> None:
     checks.check(config)
     verl_api.require(config)
     plugin.require(verl_api.hooked(config))
+    os.environ[CAGE_VARIABLE] = _cage(config)
     for name, value in (node.get("env") or {}).items():
         if value is not None:
             os.environ.setdefault(str(name), str(value))  # what the shell says wins
     os.environ["VERL_EXT_STRICT"] = "1"
     os.environ["VERL_USE_EXTERNAL_MODULES"] = _modules()
-    names = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", *(node.get("env") or {})]
+    names = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", CAGE_VARIABLE, *(node.get("env") or {})]
     if node.get("platform") == "cpu":
         names.append("VERL_PLATFORM")
     print(f"verl_ext {verl_ext.__version__}: estimators {', '.join(component_names(config.algorithm))}", flush=True)
     _to_ray(config, {name: os.environ[name] for name in map(str, names) if name in os.environ})
+
+
+def _cage(config: Any) -> str:
+    """``verl_ext.sandbox.cage``. Where the run is known to use the sandbox, its layers are named in the log.
+
+    Raises:
+        ValueError: no such cage.
+        CageError: the run would use the sandbox and this machine has not what the cage needs.
+    """
+    given = OmegaConf.select(config, CONFIG_KEY)
+    cage = "required" if given is None else str(given)
+    if cage not in LEVELS:
+        raise ValueError(f"{CONFIG_KEY} is {cage!r}; choose one of {', '.join(LEVELS)}")
+    users = [
+        str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith("verl_ext.rewards.math"),
+        OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") == "verl_ext_multi_turn",
+    ]
+    if given is not None or any(users):
+        print(f"verl_ext sandbox: {cage}: {', '.join(check(cage))}", flush=True)
+    return cage
 
 
 def _modules() -> str:

@@ -214,7 +214,7 @@ class Sandbox:
                         job.tries = TRIES if error.final else job.tries + 1
             except OSError as error:
                 why = f"the zygote ended: {error}"
-            self._give_again(why)
+            self._give_again("the sandbox was closed" if self._closed else why)
             with self._lock:
                 if not self._jobs:  # another zygote only when there is work
                     self._thread = None
@@ -238,9 +238,6 @@ class Sandbox:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(link, selectors.EVENT_READ)
             while not self._closed:
-                events = {key.fileobj: mask for key, mask in selector.select(SILENCE_S)}
-                if self._woken in events:
-                    self._woken.recv(4096)
                 with self._lock:
                     while self._outbox:
                         message = self._outbox.popleft()
@@ -251,6 +248,16 @@ class Sandbox:
                             out += pack(message)
                     # Waiting for a place is limited too: the others' clocks run out one after another.
                     longest = sum(job.message["timeout_s"] for job in self._jobs.values()) * self.limits.patience
+                if not self._jobs:
+                    heard = time.monotonic()
+                elif time.monotonic() > heard + longest + SILENCE_S:
+                    raise OSError("it does not answer")
+                selector.modify(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if out else 0))
+                events = {key.fileobj: mask for key, mask in selector.select(SILENCE_S)}
+                if self._woken in events:
+                    self._woken.recv(4096)
+                if events.get(link, 0) & selectors.EVENT_WRITE:
+                    del out[: link.send(out)]
                 if events.get(link, 0) & selectors.EVENT_READ:
                     block = link.recv(1 << 18)
                     if not block:
@@ -259,16 +266,6 @@ class Sandbox:
                     incoming += block
                     for message in unpack(incoming):
                         self._answer(message)
-                if out:
-                    try:
-                        del out[: link.send(out)]
-                    except BlockingIOError:
-                        pass
-                if not self._jobs:
-                    heard = time.monotonic()
-                elif time.monotonic() > heard + longest + SILENCE_S:
-                    raise OSError("it does not answer")
-                selector.modify(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if out else 0))
 
     def _answer(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ def bubblewrap() -> list[str]:
     # Bubblewrap leaves a read-only view of everything: what can be read is Landlock's part.
     command = [program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--chdir", "/"]
+    command += ["--setenv", "TMPDIR", "/dev/shm"]  # the one folder that can be written, by the zygote alone
     try:
         tried = subprocess.run([*command, sys.executable, "-S", "-c", ""], capture_output=True, timeout=30, env={})
     except (OSError, subprocess.TimeoutExpired):

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in the sandbox: values, reasons, limits, and that nothing outlives or hurts anything."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_ext.sandbox import CAGE_VARIABLE, CageError, Limits, Sandbox, SandboxError, cage, check, pool, shared
+
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)  # the zygote takes it over
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(Limits(workers=4, memory_mb=256, output_kb=64, input_kb=64, patience=3.0), "required") as sandbox:
+        yield sandbox
+
+
+def reason(sandbox: Sandbox, name: str, *arguments: Any, timeout_s: float = 5.0) -> str:
+    with pytest.raises(SandboxError) as caught:
+        sandbox.run(f"functions:{name}", *arguments, timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_values(sandbox: Sandbox) -> None:
+    assert sandbox.run("functions:add", 1, 2, timeout_s=1) == 3
+    assert sandbox.run("functions:give", "text", timeout_s=1) == "ä\u2028\ud800\0"
+    assert sandbox.run("functions:give", "large", timeout_s=1) == 10**400
+
+
+def test_every_call_has_a_process_of_its_own(sandbox: Sandbox) -> None:
+    (first, zygote), (second, same) = (sandbox.run("functions:pids", timeout_s=1) for _ in range(2))
+    assert len({first, second, zygote, os.getpid()}) == 4 and zygote == same
+    assert not alive(first) and alive(zygote)
+    assert [sandbox.run("functions:keep", n, timeout_s=1) for n in (1, 2)] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "expected"),
+    [
+        ("give", "nan", "output: ValueError: Out of range float"),
+        ("give", "set", "output: TypeError: Object of type set"),
+        ("give", "object", "output: TypeError"),
+        ("give", "long", "output: 1048579 bytes, more than 65536"),
+        ("fail", "no such thing", "error: LookupError: no such thing (functions.py:"),
+        ("leave", "exit", "crashed: the process ended with code 0 and without a value"),
+        ("leave", "code", "crashed: the process ended with code 3"),
+        ("leave", "system_exit", "error: SystemExit: 0"),
+        ("leave", "segfault", "crashed: the process was ended by SIGSEGV"),
+        ("leave", "abort", "crashed: the process was ended by SIG"),
+        ("leave", "recursion", "error: RecursionError"),
+        ("memory", 400, "memory: "),
+        ("add", "x" * (65 << 10), "refused: 66"),
+        ("nothing", 1, "refused: AttributeError: module 'functions' has no attribute 'nothing'"),
+    ],
+)
+def test_reasons(sandbox: Sandbox, name: str, argument: Any, expected: str) -> None:
+    assert reason(sandbox, name, argument).startswith(expected)
+    assert sandbox.run("functions:add", 1, 2, timeout_s=1) == 3
+
+
+def test_too_deep_a_value_is_no_value(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxError, match="output: "):
+        sandbox.run("functions:nested", timeout_s=5)
+
+
+def test_arguments_that_are_no_json_are_refused(sandbox: Sandbox) -> None:
+    assert reason(sandbox, "add", object()).startswith("refused: arguments of functions:add")
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        sandbox.submit("functions:add", timeout_s=0)
+
+
+def test_time_is_that_of_the_processor_and_patience_that_of_the_clock(sandbox: Sandbox) -> None:
+    assert sandbox.run("functions:sleep", 0.3, timeout_s=0.2) == 0.3
+    assert reason(sandbox, "sleep", 60.0, timeout_s=0.2).startswith("timeout: no value after 0.2 s")
+    assert reason(sandbox, "burn", 60.0, timeout_s=0.2).startswith("timeout: no value after 0.2 s")
+
+
+def test_slow_calls_hold_their_own_place_only(sandbox: Sandbox) -> None:
+    slow = [sandbox.submit("functions:burn", 60.0, timeout_s=1.0) for _ in range(3)]
+    assert [sandbox.run("functions:add", n, timeout_s=0.5) for n in range(5)] == list(range(5))
+    assert all(isinstance(one.exception(), SandboxError) for one in slow)
+
+
+def test_more_calls_than_places_wait_without_their_clock(sandbox: Sandbox) -> None:
+    slow = [sandbox.submit("functions:sleep", 0.25, timeout_s=0.2) for _ in range(12)]
+    assert [one.result() for one in slow] == [0.25] * 12
+
+
+def test_from_an_event_loop_and_cancelled(sandbox: Sandbox) -> None:
+    async def play() -> list[int]:
+        task = asyncio.create_task(sandbox.call("functions:sleep", 600.0, timeout_s=600.0))
+        values = await asyncio.gather(*(sandbox.call("functions:add", n, timeout_s=1) for n in range(20)))
+        (zygote,) = {(await sandbox.call("functions:pids", timeout_s=1))[1]}
+        children = Path(f"/proc/{zygote}/task/{zygote}/children")
+        assert soon(lambda: len(children.read_text().split()) == 1)
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert soon(lambda: children.read_text() == "")
+        return values
+
+    assert asyncio.run(play()) == list(range(20))
+    assert asyncio.run(play()) == list(range(20))  # another loop
+
+
+def test_from_many_threads(sandbox: Sandbox) -> None:
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        values = list(threads.map(lambda n: sandbox.run("functions:add", n, timeout_s=5), range(64)))
+    assert values == list(range(64))
+
+
+def test_from_a_fork(sandbox: Sandbox) -> None:
+    sandbox.run("functions:add", timeout_s=1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(sandbox.run("functions:add", 1, 2, timeout_s=5)).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"3"
+    assert sandbox.run("functions:add", 2, 2, timeout_s=1) == 4
+
+
+def test_warm_fills_a_cache_once() -> None:
+    with Sandbox(cage="required") as sandbox:
+        for _ in range(3):
+            assert sandbox.run("functions:warmed", "a", timeout_s=1, warm=("functions:number_of", "a")) == [0, 1]
+        with pytest.raises(SandboxError, match="refused: LookupError: no"):
+            sandbox.run("functions:add", timeout_s=1, warm=("functions:fail", "no"))
+
+
+def test_a_zygote_that_is_killed_is_replaced_and_its_calls_begin_again() -> None:
+    with Sandbox(cage="required") as sandbox:
+        _, zygote = sandbox.run("functions:pids", timeout_s=1)
+        running = [sandbox.submit("functions:sleep", 0.5, timeout_s=5) for _ in range(4)]
+        children = Path(f"/proc/{zygote}/task/{zygote}/children")
+        assert soon(lambda: len(children.read_text().split()) == 4)
+        workers = list(map(int, children.read_text().split()))
+        os.kill(zygote, signal.SIGKILL)
+        assert [one.result(timeout=60) for one in running] == [0.5] * 4
+        assert soon(lambda: not any(map(alive, workers)))
+
+
+def test_a_call_is_not_given_to_a_third_zygote() -> None:
+    with Sandbox(cage="required") as sandbox:
+        call = sandbox.submit("functions:sleep", 600.0, timeout_s=600.0)
+        seen: set[int] = set()
+        while not call.done():
+            process = sandbox._process
+            if process is not None and process.pid not in seen and alive(process.pid):
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                if children.exists() and children.read_text():
+                    seen.add(process.pid)
+                    process.kill()
+            time.sleep(0.02)
+        assert len(seen) == 2
+        with pytest.raises(SandboxError, match="refused: the zygote ended"):
+            call.result()
+
+
+def test_everything_ends_with_the_owner() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {HERE!r})\n"
+        "from verl_ext.sandbox import Sandbox\n"
+        "sandbox = Sandbox(cage=sys.argv[1])\n"
+        "zygote = sandbox.run('functions:pids', timeout_s=1)[1]\n"
+        "sandbox.submit('functions:sleep', 600.0, timeout_s=600.0)\n"
+        "import os, signal, time; time.sleep(0.3)\n"
+        "zygote = sandbox._process.pid\n"
+        "children = open(f'/proc/{zygote}/task/{zygote}/children').read().split()\n"
+        "print(zygote, *children, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    for level in ("required", "auto"):
+        done = subprocess.run([sys.executable, "-c", code, level], stdout=subprocess.PIPE, text=True, timeout=120)
+        numbers = list(map(int, done.stdout.split()))
+        assert len(numbers) >= 2
+        assert soon(lambda numbers=numbers: not any(map(alive, numbers)))  # type: ignore[misc]
+
+
+def test_closed() -> None:
+    sandbox = Sandbox(cage="required")
+    process = sandbox.run("functions:pids", timeout_s=1)[1]
+    waiting = sandbox.submit("functions:sleep", 600.0, timeout_s=600.0)
+    sandbox.close()
+    with pytest.raises(SandboxError, match="refused: the sandbox was closed"):
+        waiting.result(timeout=5)
+    with pytest.raises(SandboxError, match="refused: the sandbox is closed"):
+        sandbox.submit("functions:add", timeout_s=1)
+    assert not alive(process)
+    assert not [one for one in threading.enumerate() if one is sandbox._thread]
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for level in ("required", "auto"):
+        with Sandbox(cage=level) as sandbox:
+            assert sandbox.run("functions:add", 1, timeout_s=1) == 1
+        sandbox._wake.close(), sandbox._woken.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    if os.path.isdir("/sys/fs/cgroup"):
+        left = [name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names if "verl_ext_sandbox" in name]
+        assert all(time.time() - os.stat(name).st_mtime < 60 for name in left if os.path.exists(name))
+
+
+def test_a_machine_without_landlock_or_seccomp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = (("landlock_version", lambda: 0, "Landlock"), ("has_seccomp", lambda: False, "seccomp filters"))
+    for name, value, missing in without:
+        check.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, name, value)
+            for level in ("required", "auto"):
+                with pytest.raises(
+                    CageError, match=rf"cage={level} needs {missing}.*\+\+verl_ext.sandbox.cage=rlimits"
+                ):
+                    Sandbox(cage=level)
+            with Sandbox(cage="rlimits") as sandbox:
+                assert sandbox.run("functions:add", 1, timeout_s=1) == 1
+    check.cache_clear()
+
+
+def test_a_layer_that_does_not_close_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork tries what must fail; with a filter that lets everything through, and so on, it gives up."""
+    reader, writer = os.pipe()
+    everything = {"seccomp_program": lambda machine: b"\x06\0\0\0\0\0\xff\x7f", "library_paths": lambda: ["/"]}
+    for name, value in everything.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(cage, name, value)
+            made = cage.Cage("required", Limits())
+            if (child := os.fork()) == 0:
+                try:
+                    made.enter(writer, 1.0)
+                    os.write(writer, b"in")
+                except CageError as error:
+                    os.write(writer, str(error).encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+        assert b"is in force and" in os.read(reader, 1000)
+
+
+def test_bad_values_are_named() -> None:
+    with pytest.raises(ValueError, match="verl_ext.sandbox.cage is 'strict'; choose one of auto, required, rlimits"):
+        Sandbox(cage="strict")
+    with pytest.raises(ValueError, match="memory_mb=0.*at least 1"):
+        Limits(memory_mb=0)
+
+
+def test_shared_takes_the_cage_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CAGE_VARIABLE, raising=False)
+    assert shared() is shared() and shared().cage == "required"
+    monkeypatch.setenv(CAGE_VARIABLE, "rlimits")
+    assert shared().cage == "rlimits"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_call_numbers_are_those_of_the_kernel_and_none_is_dangerous(machine: str) -> None:
+    calls = cage.allowed_calls(machine)
+    some = {"x86_64": {"read": 0, "openat": 257, "futex": 202}, "aarch64": {"read": 63, "openat": 56, "futex": 98}}
+    assert calls.items() >= some[machine].items() and len(set(calls.values())) == len(calls)
+    forbidden = "fork vfork clone clone3 execve execveat kill tgkill ptrace socket connect unlinkat renameat prctl"
+    assert not set(calls) & set(forbidden.split())
+    assert len(cage.seccomp_program(machine)) % 8 == 0
+
+
+ZYGOTE_SEES = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+from verl_ext.sandbox import Sandbox
+from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped
+from verl_ext.sandbox import Limits
+with Room() as room, Sandbox(Limits(memory_mb=MEMORY_MB), sys.argv[2]) as sandbox:
+    out = {name: how for name in ATTEMPTS if (how := escaped(sandbox, name, room))}
+    print(json.dumps([os.getuid(), len(ATTEMPTS), out]))
+"""
+
+
+@pytest.mark.parametrize("level", ["required", "auto"])
+def test_an_ordinary_user_is_held_too(level: str) -> None:
+    command = [sys.executable, "-c", ZYGOTE_SEES, HERE, level]
+    user = os.getuid() or 65534
+    if os.getuid() == 0:
+        # Python may be installed where only root can look (/root): in a mount namespace of its own it is elsewhere.
+        home = Path(sys.base_prefix).parts[1]
+        script = (
+            "set -e; mkdir -p /tmp/.prefix; mount -t tmpfs none /tmp/.prefix; mkdir /tmp/.prefix/home; "
+            f"mount --bind /{home} /tmp/.prefix/home; mount -t tmpfs -o mode=755 none /{home}; "
+            f"for one in $(ls -A /tmp/.prefix/home); do [ -d /tmp/.prefix/home/$one ] || continue; "
+            f"mkdir /{home}/$one; mount --bind /tmp/.prefix/home/$one /{home}/$one; done; "
+            f'exec setpriv --reuid={user} --regid={user} --clear-groups --inh-caps=-all --bounding-set=-all "$@"'
+        )
+        readable = subprocess.run(
+            ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", sys.executable, "-c", ""],
+            capture_output=True,
+        )
+        if readable.returncode == 0:
+            command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+        else:
+            command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [user, 78, {}]

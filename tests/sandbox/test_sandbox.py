@@ -319,10 +319,8 @@ def test_an_ordinary_user_is_held_too(level: str) -> None:
             f"mkdir /{home}/$one; mount --bind /tmp/.prefix/home/$one /{home}/$one; done; "
             f'exec setpriv --reuid={user} --regid={user} --clear-groups --inh-caps=-all --bounding-set=-all "$@"'
         )
-        readable = subprocess.run(
-            ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", sys.executable, "-c", ""],
-            capture_output=True,
-        )
+        read = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "head", "-c1", sys.executable]
+        readable = subprocess.run(read, capture_output=True)
         if readable.returncode == 0:
             command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
         else:

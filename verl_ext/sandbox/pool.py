@@ -204,7 +204,11 @@ class Sandbox:
         while not self._closed:
             why = "the zygote ended"
             try:
-                with _Zygote(self) as zygote:
+                try:
+                    zygote = _Zygote(self)
+                except OSError as error:
+                    raise _Failed(f"the zygote cannot be started: {error}", final=False) from error
+                with zygote:
                     self._process = zygote.process
                     self._exchange(zygote.socket)
             except _Failed as error:
@@ -214,6 +218,11 @@ class Sandbox:
                         job.tries = TRIES if error.final else job.tries + 1
             except OSError as error:
                 why = f"the zygote ended: {error}"
+            except Exception as error:  # a call that waits must always hear something
+                why = f"{type(error).__name__}: {error}"
+                with self._lock:
+                    for job in self._jobs.values():
+                        job.tries = TRIES
             self._give_again("the sandbox was closed" if self._closed else why)
             with self._lock:
                 if not self._jobs:  # another zygote only when there is work

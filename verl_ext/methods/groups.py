@@ -42,12 +42,12 @@ def value_key(value: Any) -> Any:
     Raises:
         TypeError: for an object that can only be compared by identity.
     """
+    if value is None or isinstance(value, (str, bytes, int)):
+        return value
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return ("nan",) if math.isnan(value) else value
-    if value is None or isinstance(value, (str, bytes, int, complex)):
-        return value
     if isinstance(value, torch.Tensor):
         value = to_numpy(value)
     if isinstance(value, np.ndarray):
@@ -86,7 +86,7 @@ def value_ids(column: Column) -> np.ndarray:
             as one array entry a row.
 
     Returns:
-        ids: [B] int64, numbered in the order of first appearance.
+        ids: [B] int64, contiguous.
 
     Raises:
         TypeError: an entry can only be compared by identity.
@@ -94,6 +94,8 @@ def value_ids(column: Column) -> np.ndarray:
     """
     if isinstance(column, torch.Tensor):
         column = to_numpy(column)
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biu":
+        return compact_ids(column)
     entries = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else column
     number: dict[Any, int] = {}
     ids = [number.setdefault(value_key(entry), len(number)) for entry in entries]
@@ -103,7 +105,7 @@ def value_ids(column: Column) -> np.ndarray:
 
 
 def compact_ids(codes: np.ndarray) -> np.ndarray:
-    """Relabel int64 codes to contiguous ids 0..K-1 that keep the order of the codes."""
+    """Relabel whole numbers to contiguous ids 0..K-1 that keep their order."""
     return np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 

@@ -101,6 +101,7 @@ class Rows:
     ):
         self.batch, self.kept = batch, np.arange(batch)
         self._columns: dict[str, np.ndarray] = {}
+        self._ids: dict[str, np.ndarray] = {}
         for name, column in [*(row_fields or {}).items(), *fields.items(), ("valid_row", valid_row)]:
             if column is not None:
                 self._columns[name] = self._array(name, column)
@@ -122,8 +123,11 @@ class Rows:
 
     def keep(self, chosen: np.ndarray) -> None:
         """Drop the rows for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
+        if chosen.all():
+            return
         self.kept = self.kept[chosen]
         self._columns = {name: column[chosen] for name, column in self._columns.items()}
+        self._ids.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -198,10 +202,12 @@ class Rows:
     def ids(self, name: str) -> np.ndarray:
         """Group ids by value of a column, [V] int64; RowFieldError names the field when an entry cannot be compared."""
         column = self.column(name)
-        try:
-            return value_ids(column)
-        except (TypeError, ValueError) as error:
-            raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
+        if name not in self._ids:
+            try:
+                self._ids[name] = value_ids(column)
+            except (TypeError, ValueError) as error:
+                raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
+        return self._ids[name]
 
     def keys(self, group_by: Sequence[str]) -> np.ndarray:
         """Joint group ids of the row fields in `group_by`, [V] int64; MissingFieldError where one is not there."""

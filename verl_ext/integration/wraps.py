@@ -58,7 +58,7 @@ class Target:
             target = operator.attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError) as error:
             raise UnsupportedVerl(self._message(f"it cannot be found ({error})")) from error
-        if self.parameters is not None:
+        if self.parameters is not None and not getattr(target, "__verl_ext_wrap__", False):
             found = inspect.signature(target).parameters
             missing = [name for name in self.parameters if name not in found]
             if missing:

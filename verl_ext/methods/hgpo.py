@@ -96,8 +96,7 @@ def hgpo_advantage(
     group = rows.keys(group_by)
     levels = history_groups(rows.ids("anchor_obs"), trajectory, turn, group, history_length + 1)
 
-    A, weight_sum = np.zeros_like(Y), np.zeros_like(Y)
-    by_std = mode == "mean_std_norm"
+    A, weight_sum, by_std = np.zeros_like(Y), np.zeros_like(Y), mode == "mean_std_norm"
     items = [(k, members, *level_items(Y[members], ids, by_std, epsilon)) for k, (members, ids) in enumerate(levels, 1)]
     if base_group:
         S = rows.scores(token_level_rewards) - penalty
@@ -113,10 +112,7 @@ def hgpo_advantage(
 def level_items(
     target: np.ndarray, group: np.ndarray, by_std: bool, epsilon: float, *, ddof: int = 0, keep_singles: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items a_k of one level, and whether each is kept: it has company and differs from 0 by more than rounding.
-
-    With `keep_singles`, as GiGPO's episode part has it, a row without company keeps its value as long as it is not 0.
-    """
+    """Items a_k, and whether each is kept: not 0 up to rounding, with company unless `keep_singles` (GiGPO)."""
     groups = Segments(group)
     single = groups.rows == 1
     size = np.maximum(1.0, np.abs(groups.mean(target)[group]))

@@ -282,6 +282,10 @@ def _statistics(
     return out
 
 
+MIXINS: tuple[type, ...] = (AgentGradientsMixin, OnePassMixin)
+"""The parts of the workers' side in order, the outermost first: agents are separated of what the one pass has made."""
+
+
 def extend_registry() -> None:
     """Put the mixins in front of every registered FSDP language-model engine. Idempotent."""
     from verl.workers.engine.base import EngineRegistry
@@ -291,10 +295,10 @@ def extend_registry() -> None:
         registered = EngineRegistry._engines.get("language_model", {}).get(backend, {})
         for key, engine in list(registered.items()):
             if issubclass(engine, FSDPEngineWithLMHead) and not issubclass(engine, OnePassMixin):
-                for mixin in (AgentGradientsMixin, OnePassMixin):
+                for mixin in MIXINS:
                     verl_api.check_overrides(mixin, engine)
                 registered[key] = type(
                     engine.__name__,
-                    (AgentGradientsMixin, OnePassMixin, engine),  # agents last: of what the one pass has made
+                    (*MIXINS, engine),
                     {"__doc__": engine.__doc__, "__module__": __name__},
                 )

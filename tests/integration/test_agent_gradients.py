@@ -37,7 +37,6 @@ def config(value: Any = True, **changes: Any) -> Any:
     ("settings", "message"),
     [
         (config("yes"), r"verl_ext\.agent_gradients is 'yes'; give true or false"),
-        (config(trainer__use_v1=False), r"needs verl's V1 trainer\. Set trainer\.use_v1=true"),
         (
             config(actor_rollout_ref__actor__strategy="megatron"),
             r"actor\.strategy=megatron has none of its code\. Set .* to fsdp or fsdp2",

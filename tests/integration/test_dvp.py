@@ -96,7 +96,7 @@ def test_null_is_off() -> None:
         ("verl_ext.one_pass=perhaps", r"verl_ext\.one_pass is 'perhaps'; choose one of auto, true, false"),
         ("verl_ext.mismatch_metrics=3", r"verl_ext\.mismatch_metrics is 3; give true or false"),
         ("verl_ext.one_pass=false", r"dvp\.rho=6\.144e-06 prunes in the pass .*verl_ext\.one_pass=false"),
-        ("trainer.use_v1=false", r"dvp needs verl's V1 trainer"),
+        ("trainer.use_v1=false", r"trainer\.use_v1=false, but every recipe"),
         ("actor_rollout_ref.model.use_fused_kernels=true", r"use_fused_kernels=false"),
         ("actor_rollout_ref.actor.strategy=megatron", r"actor\.strategy=megatron .*Set .* to fsdp or fsdp2"),
         ("distillation.enabled=true", r"distillation\.enabled=true"),

@@ -29,7 +29,7 @@ def store() -> Iterator[Any]:
     import ray
     import transfer_queue as tq
 
-    ray.init(num_cpus=4, include_dashboard=False, _temp_dir="/tmp/ray_missing", address="local")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
     tq.init()
     yield tq
     tq.close()

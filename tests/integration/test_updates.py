@@ -179,7 +179,6 @@ def test_bad_values_are_refused(value: Any) -> None:
     [
         ({"verl_ext__updates_per_batch": 17}, "a batch has 16 samples .* at most 16"),
         ({"trainer__v1__sync__parameter_sync_step": 4, "verl_ext__updates_per_batch": 5}, "a batch has 4 samples"),
-        ({"trainer__use_v1": False}, r"needs verl's V1 trainer\. Set trainer\.use_v1=true"),
         ({"actor_rollout_ref__actor__policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean, which averages"),
         ({"actor_rollout_ref__actor__shuffle": True}, r"Set actor_rollout_ref\.actor\.shuffle=false"),
         ({"critic__enable": True, "critic__shuffle": True}, r"critic\.shuffle=true draws the rows of each update anew"),

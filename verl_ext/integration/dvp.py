@@ -134,8 +134,6 @@ def check(config: Any) -> list[str]:
 
 def _check_trainer(config: Any, found: DvpOptions) -> None:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    if not config.trainer.get("use_v1", True):
-        raise OptionError("dvp needs verl's V1 trainer, but trainer.use_v1=false. Set it to true (verl's default).")
     engines = {"actor_rollout_ref.actor.strategy": actor.strategy}
     if _has_reference(config) and found.prune_reference:
         engines["actor_rollout_ref.ref.strategy"] = config.actor_rollout_ref.ref.strategy

@@ -95,14 +95,13 @@ def prepare(config: Any) -> None:
 
     Raises:
         PluginError: part of the plugin is missing in this process.
-        OptionError: see `verl_ext.integration.checks.check`; also ``trainer.use_v1=false``.
+        OptionError: see `verl_ext.integration.checks.check`.
         UnsupportedVerl: the installed verl lacks what the run needs.
     """
     import verl_ext
     from verl_ext import plugin
     from verl_ext.integration import checks, verl_api
     from verl_ext.integration.mix import component_names
-    from verl_ext.integration.options import OptionError
 
     node = config.get("verl_ext") or {}
     if node.get("platform") == "cpu":
@@ -113,12 +112,6 @@ def prepare(config: Any) -> None:
     import verl.trainer.ppo.core_algos  # noqa: F401  (the estimators are registered when this is imported)
 
     plugin.require()
-    if not config.trainer.get("use_v1", True):
-        raise OptionError(
-            "trainer.use_v1=false, but every recipe of verl_ext needs verl's V1 trainer, which carries the rows; on "
-            "the legacy one their estimators, losses and settings would be left out or computed otherwise. Set "
-            "trainer.use_v1=true (verl's default), or leave out the recipes."
-        )
     checks.complete(config)
     checks.check(config)
     verl_api.require(config)

@@ -36,10 +36,6 @@ class AgentGradients(Part):
     def check(cls, config: Any) -> list[str]:
         if not cls.wanted(config):
             return []
-        if not config.trainer.get("use_v1", True):
-            raise OptionError(
-                f"{KEY}=true needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=false."
-            )
         strategy = config.actor_rollout_ref.actor.strategy
         if strategy not in ("fsdp", "fsdp2"):
             raise OptionError(

@@ -18,7 +18,7 @@ from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, discount, select
+from verl_ext.integration.options import discount, select
 from verl_ext.integration.parts.base import Part
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
@@ -34,11 +34,6 @@ class Methods(Part):
         names = component_names(algorithm)
         estimators.check(algorithm, names)
         used = [name for name in names if name in ESTIMATORS]
-        if used and not config.trainer.get("use_v1", True):
-            raise OptionError(
-                f"{', '.join(used)} need verl's V1 trainer, which carries the row fields; trainer.use_v1 is false. "
-                "Set trainer.use_v1=true (verl's default)."
-            )
         return [*_alone(config, used), *_gamma(config, used)]
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:

@@ -151,16 +151,12 @@ def check(config: Any) -> list[str]:
         Warnings.
 
     Raises:
-        OptionError: a bad value, more updates than a batch has samples, a legacy trainer, or a loss whose scale cannot
+        OptionError: a bad value, more updates than a batch has samples, shuffled rows, or a loss whose scale cannot
             be kept independent of the number of rows.
     """
     updates = updates_per_batch(config)
     if updates is None:
         return []
-    if not config.trainer.get("use_v1", True):
-        raise OptionError(
-            f"{KEY}={updates} needs verl's V1 trainer. Set trainer.use_v1=true (verl's default) or {KEY}=null."
-        )
     actor, n = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
     trainer = config.trainer.get("v1") or {}
     local_steps = int(select(trainer.get(trainer.get("trainer_mode", "sync")), "parameter_sync_step", 1))

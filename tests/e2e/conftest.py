@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, one data set and one Ray for all end-to-end runs of the session that do not test how a run starts."""
+"""One model and one data set for all end-to-end runs of the session; one Ray for those that do not test its start."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +24,7 @@ def standing_ray() -> Iterator[StandingRay]:
 
 
 @pytest.fixture(scope="session")
-def cold_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Every run starts as a user's command does, with a Ray of its own."""
     root = tmp_path_factory.mktemp("e2e")
     model = make_model(root / "model")
@@ -36,9 +35,6 @@ def cold_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture(scope="session")
-def lab(cold_lab: Lab, request: pytest.FixtureRequest) -> Lab:
-    """The runs share a Ray and a process with the imports."""
-    if "VERL_EXT_TEST_STANDING" not in os.environ:
-        return cold_lab
-    standing_ray = request.getfixturevalue("standing_ray")
-    return Lab(cold_lab.model, cold_lab.data, cold_lab.reward, cold_lab.root, standing=standing_ray)
+def standing_lab(lab: Lab, standing_ray: StandingRay) -> Lab:
+    """The runs share a Ray and a process with the imports; for tests of what happens between start and end."""
+    return Lab(lab.model, lab.data, lab.reward, lab.root, standing=standing_ray)

@@ -9,9 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from verl_ext.platform import fork_worker
-
-for name in ("RAY_RAYLET_PID", fork_worker.SHARED):  # a launcher is no worker of Ray
+for name in ("RAY_RAYLET_PID", "RAY_JOB_ID"):  # a launcher is no worker of Ray
     del os.environ[name]
 sys.path[0] = os.getcwd()
 code = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -213,13 +214,17 @@ class Lab:
         if self.standing is not None:
             said = folder / "exit_code"
             code = int(said.read_text()) if said.exists() else -signal.SIGKILL
+            # The run's fork server would wait for more workers as long as Ray stands.
+            for process in marked(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
         return Run(folder, code, time.monotonic() - started)
 
 
-def processes(run_folder: Path) -> list[str]:
+def marked(run_folder: Path) -> dict[int, str]:
     """Command lines of the processes that a run started and that still live, found by a variable of its launcher."""
     mark = f"VERL_FILE_LOGGER_PATH={run_folder / 'metrics.jsonl'}".encode()
-    found = []
+    found = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) != os.getpid():
             try:
@@ -229,8 +234,23 @@ def processes(run_folder: Path) -> list[str]:
             except OSError:
                 continue
             if state != "Z" and mark in environment.split(b"\0"):
-                found.append(line[:200])
+                found[int(path.name)] = line[:200]
     return found
+
+
+def processes(run_folder: Path) -> list[str]:
+    return list(marked(run_folder).values())
+
+
+def shared_memory() -> set[str]:
+    """Files in shared memory that no process maps: what a run has left, and not what another one is using."""
+    names = set(os.listdir("/dev/shm"))
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            names -= {line.rpartition("/")[2] for line in path.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue
+    return names
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:

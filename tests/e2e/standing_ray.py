@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray that stands while many runs come and go, with a process that has done the imports of all of them.
+"""A Ray that stands while many runs come and go, with a process that has done the imports of their launchers.
 
 As a script it starts both, prints how to reach them as one line of JSON, and ends them when its standard input closes.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from verl_ext.platform import fork_worker
 
 HERE = Path(__file__).resolve().parent
-RAYLET = "RAY_RAYLET_PID"
-NAME = "tests"
+#: What a launcher says to get a copy of the process with the imports, which is one that workers are copied from.
+ASKS = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 
 
 class StandingRay:
@@ -39,16 +39,16 @@ class StandingRay:
         self.found = json.loads(line)
 
     def command(self) -> list[str]:
-        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports."""
-        return [sys.executable, "-I", "-S", fork_worker.__file__, str(HERE / "forked_trainer.py")]
+        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports, as are the run's workers."""
+        start = [sys.executable, "-I", "-S", fork_worker.__file__, str(HERE / "forked_trainer.py")]
+        return [*start, f"++ray_kwargs.ray_init.runtime_env.py_executable='{fork_worker.py_executable()}'"]
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
         """`variables` for the launcher, and through Ray's job for every process of the run."""
-        job = {"runtime_env": {"env_vars": variables, "py_executable": fork_worker.py_executable()}}
+        job = {"runtime_env": {"env_vars": variables}}
         return {
             **variables,
-            fork_worker.SHARED: NAME,
-            RAYLET: self.found["raylet"],
+            **dict(zip(ASKS, (self.found["raylet"], "launchers"), strict=True)),
             "RAY_ADDRESS": self.found["address"],
             "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),
         }
@@ -58,16 +58,16 @@ class StandingRay:
 
 
 def main() -> None:
-    os.environ[fork_worker.SHARED] = NAME
     import ray
 
     # Logical figures, so many that a run need not wait for the processes of the last one to be gone.
     context = ray.init(num_gpus=8, num_cpus=100, include_dashboard=False, log_to_driver=False)
-    os.environ[RAYLET] = str(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
-    connection = fork_worker.connect(int(os.environ[RAYLET]))
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    os.environ.update(zip(ASKS, (str(raylet), "launchers"), strict=True))
+    connection = fork_worker.connect(raylet)
     assert connection is not None, "the process with the imports did not start"
     connection.close()
-    print(json.dumps({"address": context.address_info["address"], "raylet": os.environ[RAYLET]}), flush=True)
+    print(json.dumps({"address": context.address_info["address"], "raylet": str(raylet)}), flush=True)
     sys.stdin.read()
     ray.shutdown()
 

@@ -20,8 +20,8 @@ def mismatch(step: dict[str, Any], name: str) -> float:
     return float(step[f"{name}/max"])
 
 
-def test_sampler_and_trainer_prune_alike(lab: Lab) -> None:
-    run = lab.run(
+def test_sampler_and_trainer_prune_alike(standing_lab: Lab) -> None:
+    run = standing_lab.run(
         "dvp", recipe="[dvp,grpo,cpu]", overrides=[f"dvp.rho={RHO}", "trainer.test_freq=2", "trainer.save_freq=-1"]
     ).check()
     assert sorted(run.metrics) == [1, 2]
@@ -40,9 +40,9 @@ def test_sampler_and_trainer_prune_alike(lab: Lab) -> None:
     assert any(name.startswith("val-core/") for name in run.metrics[2])
 
 
-def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(lab: Lab) -> None:
+def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(standing_lab: Lab) -> None:
     """The sampler computes in bfloat16, so that some of its tokens are outside the trainer's set."""
-    run = lab.run(
+    run = standing_lab.run(
         "dvp_otb_kpo",
         recipe="[dvp,otb,kpo,cpu]",
         overrides=[
@@ -70,8 +70,8 @@ def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(lab: Lab) -> None:
     assert max(share) > 0
 
 
-def test_bypass_mode_prunes_in_the_update(lab: Lab) -> None:
-    run = lab.run(
+def test_bypass_mode_prunes_in_the_update(standing_lab: Lab) -> None:
+    run = standing_lab.run(
         "dvp_bypass",
         recipe="[dvp,grpo,cpu]",
         overrides=[

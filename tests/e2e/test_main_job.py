@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Lab, Run, eventually, processes
+from harness import Lab, Run, eventually, processes, shared_memory
 
 pytestmark = pytest.mark.e2e
 
@@ -38,10 +38,6 @@ def nothing_left(run: Run) -> bool:
     """No process of the run lives on (files in shared memory: see `shared_memory`)."""
     assert eventually(lambda: not processes(run.folder), seconds=60), processes(run.folder)
     return True
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 def steps_logged(folder: Path) -> int:
@@ -180,8 +176,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant_of_the_cpu_recipe_trains(lab: Lab, name: str) -> None:
-    metrics = lab.run(name, overrides=VARIANTS[name]).check().metrics
+def test_variant_of_the_cpu_recipe_trains(standing_lab: Lab, name: str) -> None:
+    metrics = standing_lab.run(name, overrides=VARIANTS[name]).check().metrics
     assert sorted(metrics) == [1, 2]
     for step in (1, 2):
         assert finite(metrics[step]) and metrics[step]["actor/grad_norm"] > 0
@@ -191,11 +187,11 @@ def test_variant_of_the_cpu_recipe_trains(lab: Lab, name: str) -> None:
         assert metrics[2]["actor/kl_loss"] > 0
 
 
-def test_critic_trains_on_the_cpu(lab: Lab) -> None:
+def test_critic_trains_on_the_cpu(standing_lab: Lab) -> None:
     overrides = [
         "algorithm.adv_estimator=gae",
-        f"critic.model.path={lab.model}",
+        f"critic.model.path={standing_lab.model}",
         "critic.ppo_mini_batch_size=4",
     ]
-    metrics = lab.run("gae", recipe="cpu", overrides=overrides).check().metrics
+    metrics = standing_lab.run("gae", recipe="cpu", overrides=overrides).check().metrics
     assert finite(metrics[2]) and metrics[2]["critic/grad_norm"] > 0 and metrics[2]["critic/vf_loss"] > 0

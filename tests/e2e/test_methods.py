@@ -35,8 +35,8 @@ METHODS = {
 
 
 @pytest.mark.parametrize("recipe", METHODS)
-def test_method_trains(lab: Lab, recipe: str) -> None:
-    path = lab.root / "team.yaml"
+def test_method_trains(standing_lab: Lab, recipe: str) -> None:
+    path = standing_lab.root / "team.yaml"
     path.write_text(LOOPS)
     overrides = [
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={path}",
@@ -49,7 +49,7 @@ def test_method_trains(lab: Lab, recipe: str) -> None:
         # verl's own, beside ours: it gets its input here, and with these turns it is the same estimator.
         overrides.append("+algorithm.mix.tir_optimal_token_baseline=1.0")
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    run = lab.run(
+    run = standing_lab.run(
         f"method_{recipe.replace(',', '_')}", recipe=f"[{recipe},cpu]", overrides=overrides, environment=environment
     ).check()
     metrics = run.metrics

@@ -33,8 +33,6 @@ PATIENCE_S = 120.0  # for the imports, on a loaded machine
 PEER_S = 5.0  # for what a worker sends
 MODULES = "VERL_EXT_FORK_IMPORTS"
 """Variable with the modules that the server imports, separated by commas; `IMPORTS` where it is not set."""
-SHARED = "VERL_EXT_FORK_SERVER"
-"""Variable with a server's name, for jobs of one node that need the same imports; else each job has a server."""
 IMPORTS = (
     "ray._private.workers.default_worker,transfer_queue,verl.trainer.main_ppo,verl.trainer.ppo.v1,"
     "verl.workers.engine_workers,verl.experimental.agent_loop,verl.experimental.reward_loop,"
@@ -61,7 +59,7 @@ def connect(raylet: int) -> socket.socket | None:
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.stat(folder).st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    base = os.path.join(folder, f"{raylet}-{os.environ.get(SHARED) or os.environ.get('RAY_JOB_ID', 'none')}")
+    base = os.path.join(folder, f"{raylet}-{os.environ.get('RAY_JOB_ID', 'none')}")
     until, started = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < until:
         if not alive(raylet):

@@ -129,5 +129,4 @@ def test_benchmark_runs_on_the_embedded_engine() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["trajectories"] == 16 and found["calls"] == 72 and found["quick"] is True
     assert 0.3 < found["steps_vs_lock_step"] < 0.6
-    assert found["wall_vs_lock_step"] < 0.9  # measured 0.46; load of the machine falls on both schedules
     assert "in lock step" in done.stdout and "a decoding step costs" in done.stdout

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from verl_ext.overrides import UsageError
-from verl_ext.recipes import METHODS_GROUP, find_recipe, recipes
+from verl_ext.recipes import METHODS_GROUP, recipes
 
 METHOD = '''"""NAME: what it is for, and where it is published.
 
@@ -86,7 +86,11 @@ def test_it_is_registered_and_reads_its_options():
         estimator(REWARDS, MASK, INDEX, {"NAME": {"scale": 0}})
 '''
 
-ALGORITHM = """algorithm:
+ALGORITHM = """defaults:
+  - /recipe/_base
+  - _self_
+
+algorithm:
   # A mixture of the estimators below; one alone is that estimator, bit for bit.
   adv_estimator: mix
   mix: {NAME: 1.0}
@@ -155,15 +159,13 @@ def new_recipe(name: str, out: Path) -> Path:
     folder = out / name
     if folder.exists():
         raise UsageError(f"{folder} exists already; choose another name or another --out.")
-    shared = find_recipe("maxrl").path.read_text(encoding="utf-8").split("\nalgorithm:\n")[0]
     header = f"# @package _global_\n# summary: what {name} does, in one line\n# paper: -\n# kind: estimator\n"
-    block = "\n".join(line for line in shared.split("\n") if not re.match("# (@package|summary:|paper:|kind:)", line))
     files = {
         "pyproject.toml": PROJECT,
         "README.md": README,
         f"{name}/__init__.py": '"""The method NAME for verl_ext."""\n',
         f"{name}/method.py": METHOD,
-        f"{name}/recipe/{name}.yaml": f"{header}{block}\n{ALGORITHM}",
+        f"{name}/recipe/{name}.yaml": f"{header}\n{ALGORITHM}",
         f"tests/test_{name}.py": TEST,
     }
     for path, text in files.items():

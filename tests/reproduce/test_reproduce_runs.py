@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -376,10 +375,8 @@ def test_an_address_where_nothing_answers(tmp_path: Path, capsys: pytest.Capture
     words = ("run", "otb", "--scale", "laptop", "--out", tmp_path, "--submit")
     code, _, err = reproduce(capsys, *words, "127.0.0.1:1")
     assert code == 1 and "give one such as http://127.0.0.1:8265" in err
-    started = time.monotonic()
     code, _, err = reproduce(capsys, *words, "http://127.0.0.1:1")
     assert code == 1 and "no Ray job server answers at http://127.0.0.1:1" in err
-    assert time.monotonic() - started < 60
 
 
 def test_a_run_that_was_killed_after_its_last_step_is_complete(

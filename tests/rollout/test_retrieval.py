@@ -281,10 +281,9 @@ def test_http_does_not_repeat_what_will_not_mend(server: Server, told: Any, deta
 
 def test_http_timeout(server: Server) -> None:
     server.script = ["slow", "slow"]
-    started = time.monotonic()
     (found,) = ask(server.url, ["a"], timeout_s=0.1, retries=1)
     assert found.failure == "retriever_timeout" and "within 0.1 s" in found.detail
-    assert time.monotonic() - started < 5 and len(server.requests) == 2
+    assert len(server.requests) == 2
 
 
 def test_http_server_that_is_down(server: Server) -> None:

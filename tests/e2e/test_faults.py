@@ -14,8 +14,8 @@ from typing import Any
 import chaos
 import pandas
 import pytest
-from harness import Lab, Run, eventually
-from test_main_job import finite, nothing_left, shared_memory
+from harness import Lab, Run, eventually, shared_memory
+from test_main_job import finite, nothing_left
 
 pytestmark = pytest.mark.e2e
 

@@ -235,41 +235,34 @@ def positions(run: Run, axis: Axis) -> dict[int, float]:
 # ---- panels --------------------------------------------------------------------------------------------------------
 
 _REWARD = ("trajectory/reward/mean", "critic/score/mean", "critic/rewards/mean")
-_TITLES = {
-    "response_length/mean": "Response length (tokens)",
-    "response_length/clip_ratio": "Responses cut at the limit (share)",
-    "trajectory/turns/mean": "Turns of a trajectory",
-    "actor/grad_norm": "Gradient norm",
-    "actor/ppo_kl": "KL from the old to the new policy",
-    "actor/kl_loss": "KL to the reference policy",
-    "actor/reward_kl_penalty": "KL to the reference policy, in the reward",
-    "actor/entropy": "Entropy",
-    "actor/pg_clipfrac": "Clipped tokens (share)",
-    "training/rollout_probs_diff_mean": "Probabilities of sampler and trainer: mean difference",
-    "training/rollout_probs_diff_max": "Probabilities of sampler and trainer: largest difference",
-    "rollout_corr/kl": "KL from sampler to trainer",
-    "rollout_corr/rollout_is_eff_sample_size": "Effective sample size of the importance weights (share)",
-    "training/rollout_actor_probs_pearson_corr": "Probabilities of sampler and trainer: correlation",
-    "mismatch/mean": "|log p of trainer - log p of sampler|: mean",
-    "mismatch/max": "|log p of trainer - log p of sampler|: largest",
+#: Sections of metrics that have a title, in the order of their panels.
+_SECTIONS = {
+    "Length": {
+        "response_length/mean": "Response length (tokens)",
+        "trajectory/turns/mean": "Turns of a trajectory",
+        "response_length/clip_ratio": "Responses cut at the limit (share)",
+    },
+    "Update": {
+        "actor/grad_norm": "Gradient norm",
+        "actor/ppo_kl": "KL from the old to the new policy",
+        "actor/kl_loss": "KL to the reference policy",
+        "actor/reward_kl_penalty": "KL to the reference policy, in the reward",
+        "actor/entropy": "Entropy",
+        "actor/pg_clipfrac": "Clipped tokens (share)",
+    },
+    "Sampler and trainer": {
+        "training/rollout_probs_diff_mean": "Probabilities of sampler and trainer: mean difference",
+        "training/rollout_probs_diff_max": "Probabilities of sampler and trainer: largest difference",
+        "rollout_corr/kl": "KL from sampler to trainer",
+        "rollout_corr/rollout_is_eff_sample_size": "Effective sample size of the importance weights (share)",
+        "mismatch/mean": "|log p of trainer - log p of sampler|: mean",
+        "mismatch/max": "|log p of trainer - log p of sampler|: largest",
+    },
 }
-_LENGTH = ("response_length/mean", "trajectory/turns/mean", "response_length/clip_ratio")
-_UPDATE = (
-    "actor/grad_norm",
-    "actor/ppo_kl",
-    "actor/kl_loss",
-    "actor/reward_kl_penalty",
-    "actor/entropy",
-    "actor/pg_clipfrac",
-)
-_MISMATCH = (
-    "training/rollout_probs_diff_mean",
-    "training/rollout_probs_diff_max",
-    "rollout_corr/kl",
-    "rollout_corr/rollout_is_eff_sample_size",
-    "mismatch/mean",
-    "mismatch/max",
-)
+_TITLES = {
+    "training/rollout_actor_probs_pearson_corr": "Probabilities of sampler and trainer: correlation",
+    **{metric: title for panels in _SECTIONS.values() for metric, title in panels.items()},
+}
 _MISMATCH_MORE = ("training/rollout_*", "rollout_corr/*", "mismatch/*", "dvp/*")
 _AGENT_MAIN = {
     "score/mean": "mean score of its rows",
@@ -310,11 +303,11 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     out.append(
         _section("Reward", [(name, "Training reward") for name in reward] + [(name, _title(name)) for name in core])
     )
-    for title, names in (("Length", _LENGTH), ("Update", _UPDATE)):
-        out.append(_section(title, [(name, _TITLES[name]) for name in names if name in counts]))
-    main = [name for name in _MISMATCH if name in counts]
-    more = [name for name in known if _fits(name, _MISMATCH_MORE) and name not in main]
-    out.append(_section("Sampler and trainer", [(name, _title(name)) for name in [*main, *more]], len(main)))
+    for title, panels in _SECTIONS.items():
+        main = [name for name in panels if name in counts]
+        patterns = _MISMATCH_MORE if title == "Sampler and trainer" else ()
+        more = [name for name in known if _fits(name, patterns) and name not in main]
+        out.append(_section(title, [(name, _title(name)) for name in [*main, *more]], len(main)))
     out.append(_agents(known))
     shares = [name for name in known if name.startswith("mix/") and name.endswith("/share")]
     rest = [name for name in known if name.startswith("mix/") and name not in shares]

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pandas
+
 from verl_ext.report.compare import Axis, Run, Section, axes, group_names, positions, style
 
 BUDGET = 1_500_000
@@ -142,16 +144,8 @@ def _places(run: Run, axis: Axis, places: Sequence[float]) -> list[float | str |
     """The x of each kept step of a run; that of a bucket is that of the last step up to its middle."""
     if axis.name == "step":
         return [_short(place, 10) for place in places]
-    known = positions(run, axis)
-    if not known:
-        return None
-    steps = list(known)
-    out, position = [], 0
-    for place in places:
-        while position + 1 < len(steps) and steps[position + 1] <= place:
-            position += 1
-        out.append(_short(known[steps[position]], 7))
-    return out
+    known = pandas.Series(positions(run, axis))
+    return [_short(x, 7) for x in known.reindex(places, method="ffill").bfill()] if len(known) else None
 
 
 def _short(value: float | None, digits: int = 5) -> float | str | None:

@@ -624,9 +624,91 @@ def test_replica_rollout_and_client_through_ray(ray_cluster, model, model_path, 
         reward = EmbeddedReplica(1, config, model_cfg, gpus_per_node=1, is_reward_model=True)
         with pytest.raises(ValueError, match="generative reward model"):
             await reward.launch_servers()
-        ray.kill(server)
+        ray.kill(replica.servers[0])
 
     async def _wait(reference):
         return await reference
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_control_is_answered_while_more_calls_are_parked_than_verl_lets_run(ray_cluster, model, model_path):
+    """Health, weights, abort and resume reach a server in which every place for a generate call is taken."""
+    other = build_model(seed=8)
+
+    async def main():
+        replica = await launch(rollout_config(load_format="auto"), actor_model_config(model_path))
+        server, control = replica.server_handle, replica.servers[0]
+        rollout = EmbeddedRollout(rollout_config(), model_config(model_path), device_mesh=None)
+        await replica.abort_all_requests()
+        places = replica.max_concurrency
+        short = {**PARAMS, "max_tokens": 1}
+        calls = [server.generate.remote([1, 2, 3], short, str(i)) for i in range(places + 100)]
+        while (await control.health.remote())["parked"] < places:
+            await asyncio.sleep(0.05)
+        await rollout.update_weights(iter(other.state_dict().items()), global_steps=5)
+        await replica.abort_all_requests()
+        assert await control.health.remote() == {
+            "running": 0,
+            "waiting": 0,
+            "parked": places,
+            "closed": ["paused"],
+            "kv_cache_bytes": 0,
+            "global_steps": 5,
+            "weights_error": None,
+        }
+        assert not any(call.done() for call in calls)
+        await replica.resume_generation()
+        outputs = await asyncio.gather(*calls)
+        assert {output.extra_fields["min_global_steps"] for output in outputs} == {5}
+        ray_cluster.kill(control)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+@pytest.mark.slow
+def test_a_call_that_is_given_up_ends_on_the_server(ray_cluster, model, model_path):
+    """By a cancelled task, a time limit, or ray.cancel; running or held by a gate: its slot is free for another."""
+
+    def slow(server):
+        import time
+
+        forward = server.engine._forward
+
+        def slowly(**kwargs):
+            time.sleep(0.1)
+            return forward(**kwargs)
+
+        server.engine._forward = slowly
+
+    async def main():
+        config = rollout_config(load_format="auto", response_length=400, max_num_seqs=3)
+        replica = await launch(config, actor_model_config(model_path))
+        server, control = replica.server_handle, replica.servers[0]
+        await control.__ray_call__.remote(slow)
+
+        async def counted(**wanted):
+            while not wanted.items() <= (await control.health.remote()).items():
+                await asyncio.sleep(0.02)
+
+        for running, parked in ((3, 0), (0, 3)):
+            if parked:
+                await replica.abort_all_requests()
+            # 40 seconds if nobody stops them
+            cancelled = asyncio.ensure_future(server.generate.remote([1, 2], dict(PARAMS), "cancelled"))
+            limited = asyncio.ensure_future(asyncio.wait_for(server.generate.remote([1, 2], dict(PARAMS), "late"), 3))
+            by_ray = control.generate.remote([1, 2], dict(PARAMS), "ray")
+            await asyncio.wait_for(counted(running=running, parked=parked), 60)
+            cancelled.cancel()
+            ray_cluster.cancel(by_ray)
+            with pytest.raises(asyncio.TimeoutError):
+                await limited
+            with pytest.raises(ray_cluster.exceptions.TaskCancelledError):
+                await by_ray
+            await asyncio.wait_for(counted(running=0, waiting=0, parked=0, kv_cache_bytes=0), 15)
+        await replica.resume_generation()
+        assert len((await server.generate.remote([1], {**PARAMS, "max_tokens": 2}, "next")).token_ids) == 2
+        ray_cluster.kill(control)
+
+    asyncio.run(asyncio.wait_for(main(), 300))

@@ -47,7 +47,15 @@ def _weight_sync(module: Any) -> None:
         module._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_ext.platform.vllm_cpu_sync.WatchedServerAdapter"
 
 
+def _weight_transfer(module: Any) -> None:
+    if _on_cpu():
+        from verl_ext.platform.gloo_transfer import GlooCheckpointEngine
+
+        module.CheckpointEngineRegistry.register("gloo")(GlooCheckpointEngine)
+
+
 HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "verl.checkpoint_engine.base": ("registering the weight transfer over gloo", _weight_transfer),
     "verl.utils.distributed": ("preparing the CPU process group", _process_group),
     "verl.workers.engine.fsdp.transformer_impl": ("registering the CPU engines", _engines),
     "verl.workers.rollout.replica": ("registering the embedded rollout engine", _replica),

@@ -22,7 +22,12 @@ def complete(config: Any) -> None:
     from verl_ext.platform import vllm_cpu
 
     vllm_cpu.complete(config)
+    rollout = config.actor_rollout_ref.rollout
+    separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
     with open_dict(config):
+        if separate and rollout.name == "embedded" and rollout.checkpoint_engine.backend == "naive":
+            # verl's default, which separate_async refuses; its other transfers need an accelerator
+            rollout.checkpoint_engine.backend = "gloo"
         init = OmegaConf.select(config, "ray_kwargs.ray_init") or {}
         if init.get("address") or os.environ.get("RAY_ADDRESS"):
             return
@@ -30,6 +35,8 @@ def complete(config: Any) -> None:
         reward = config.reward.reward_model
         if reward.get("enable_resource_pool"):
             processes += int(reward.n_gpus_per_node) * int(reward.nnodes)
+        if separate:
+            processes += int(rollout.n_gpus_per_node) * int(rollout.nnodes)
         # Logical figures: verl asks for 3 CPUs a training process and about one for each of its other actors.
         _default(config, "ray_kwargs.ray_init.num_gpus", processes)
         _default(config, "ray_kwargs.ray_init.num_cpus", 16 + 4 * processes)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterable, Iterable
 from typing import Any
@@ -15,11 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_ext.rollout.embedded.options import EmbeddedOptions
-from verl_ext.rollout.embedded.server import EmbeddedServer
+from verl_ext.rollout.embedded.server import CONTROL, EmbeddedServer
 from verl_ext.rollout.embedded.weights import BucketWriter, resolve_dtype
 
 __all__ = ["EmbeddedReplica", "EmbeddedRollout", "server_name"]
@@ -28,6 +29,38 @@ __all__ = ["EmbeddedReplica", "EmbeddedRollout", "server_name"]
 def server_name(replica_rank: int, *, suffix: str = "", role: str = "") -> str:
     """Name of a replica's server actor; ``role`` is ``reward``, ``teacher`` or empty for the policy."""
     return f"embedded_server_{role + '_' if role else ''}{replica_rank}_0{suffix}"
+
+
+class CancellingHandle:
+    """The server actor as verl's clients hold it: a `generate` call that its caller gives up ends on the server too.
+
+    With a plain handle Ray lets it go on, in a slot that nobody waits for. All other calls are the actor's.
+    """
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self.actor = actor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.actor,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.actor, name)
+
+    @property
+    def generate(self) -> CancellingHandle:
+        return self
+
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[TokenOutput]:
+        """`generate.remote`."""
+        return asyncio.ensure_future(_cancelling(self.actor.generate.remote(*args, **kwargs)))
+
+
+async def _cancelling(reference: Any) -> Any:
+    try:
+        return await reference
+    except asyncio.CancelledError:
+        ray.cancel(reference)
+        raise
 
 
 class EmbeddedReplica(RolloutReplica):
@@ -55,7 +88,7 @@ class EmbeddedReplica(RolloutReplica):
             placement["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         name = server_name(self.replica_rank, suffix=self.name_suffix, role="teacher" if self.is_teacher_model else "")
         server = (
-            ray.remote(EmbeddedServer)
+            ray.remote(concurrency_groups=dict(CONTROL))(EmbeddedServer)
             .options(
                 name=name,
                 num_cpus=options.num_cpus,
@@ -72,7 +105,7 @@ class EmbeddedReplica(RolloutReplica):
         )
         await server.launch_server.remote()
         self.servers = [server]
-        self._server_handle = server
+        self._server_handle = CancellingHandle(server)
         self._server_address = await server.get_server_address.remote()
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded rollout server: the class behind the Ray actor that verl's clients, replicas and weight sync talk to.
 
-`generate` calls wait for the engine's thread; see :mod:`verl_ext.rollout.embedded.engine_thread`.
+`generate` calls wait for the engine's thread; everything else has a concurrency group of its own in Ray, so that it is
+taken up and answered whatever number of `generate` calls waits (see :mod:`verl_ext.rollout.embedded.engine_thread`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 import torch
 from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
@@ -28,9 +30,12 @@ from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.embedded.sampling import SamplingParams
 from verl_ext.rollout.embedded.weights import Piece, WeightStore, resolve_dtype
 
-__all__ = ["EmbeddedOptions", "EmbeddedServer"]
+__all__ = ["CONTROL", "EmbeddedOptions", "EmbeddedServer"]
 
 T = TypeVar("T")
+
+#: Ray's concurrency group of all methods but `generate`, and how many of their calls run at once.
+CONTROL = {"control": 64}
 
 
 def _eos_token_ids(model_config: HFModelConfig) -> set[int]:
@@ -171,7 +176,6 @@ class EmbeddedServer:
         """
         kwargs.pop("priority", None)
         extra = {"image_data": image_data, "video_data": video_data, **kwargs}
-        # an empty list or array says nothing
         used = sorted(n for n, v in extra.items() if v is not None and not (hasattr(v, "__len__") and len(v) == 0))
         if used:
             raise ValueError(f"the embedded rollout engine serves text only and cannot use {used}")
@@ -410,3 +414,8 @@ class EmbeddedServer:
     async def shutdown(self) -> None:
         """End all requests and the engine's thread; the server takes no calls afterwards."""
         self._thread.stop()
+
+
+for _name, _method in list(vars(EmbeddedServer).items()):
+    if not _name.startswith("_") and _name != "generate":
+        ray.method(concurrency_group="control")(_method)

@@ -116,21 +116,29 @@ def prepare(config: Any) -> None:
     checks.check(config)
     verl_api.require(config)
     plugin.require(verl_api.hooked(config))
-    os.environ[CAGE_VARIABLE] = _cage(config)
+    if cage := _cage(config):
+        os.environ[CAGE_VARIABLE] = cage
     for name, value in (node.get("env") or {}).items():
         if value is not None:
             os.environ.setdefault(str(name), str(value))  # what the shell says wins
     os.environ["VERL_EXT_STRICT"] = "1"
     os.environ["VERL_USE_EXTERNAL_MODULES"] = _modules()
-    names = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", CAGE_VARIABLE, *(node.get("env") or {})]
+    names = [
+        "VERL_EXT_STRICT",
+        "VERL_USE_EXTERNAL_MODULES",
+        *([CAGE_VARIABLE] if cage else []),
+        *(node.get("env") or {}),
+    ]
     if node.get("platform") == "cpu":
         names.append("VERL_PLATFORM")
     print(f"verl_ext {verl_ext.__version__}: estimators {', '.join(component_names(config.algorithm))}", flush=True)
     _to_ray(config, {name: os.environ[name] for name in map(str, names) if name in os.environ})
 
 
-def _cage(config: Any) -> str:
-    """``verl_ext.sandbox.cage``. Where the run is known to use the sandbox, its layers are named in the log.
+def _cage(config: Any) -> str | None:
+    """``verl_ext.sandbox.cage``; None if the configuration does not say.
+
+    Where the run is known to use the sandbox, its layers are named in the log.
 
     Raises:
         ValueError: no such cage.
@@ -146,7 +154,7 @@ def _cage(config: Any) -> str:
     ]
     if given is not None or any(users):
         print(f"verl_ext sandbox: {cage}: {', '.join(check(cage))}", flush=True)
-    return cage
+    return None if given is None else cage
 
 
 def _modules() -> str:

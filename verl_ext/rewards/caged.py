@@ -181,6 +181,14 @@ def load_dataset(name: str, config_json: str) -> Any:
         raise ValueError(f"reasoning-gym dataset {name!r} can't be built with {config_json}: {e}") from e
 
 
+@functools.lru_cache(maxsize=64)
+def compares_texts(name: str, config_json: str) -> bool:
+    """Whether a dataset's verifier is reasoning-gym's own comparison of texts, which evaluates nothing."""
+    from reasoning_gym.factory import ProceduralDataset
+
+    return type(load_dataset(name, config_json)).score_answer is ProceduralDataset.score_answer
+
+
 def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any]) -> float:
     """The score that a reasoning-gym dataset's own verifier gives to an answer.
 

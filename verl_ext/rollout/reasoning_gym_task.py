@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of the PyPI package ``reasoning-gym`` as multi-turn problems: parse an answer, score it, say what was wrong.
 
-The score is always the one of the task's own verifier (``dataset.score_answer``), which runs in the sandbox: some of
-them evaluate the answer (see :mod:`verl_ext.rewards.caged`). What is added here is the parsing of
-a model's text and one line of feedback that a model can act on. A dataset row carries everything needed (the dataset's
-name, its configuration and the generated entry, as JSON), so nothing is generated again while training.
+The score is always the one of the task's own verifier (``dataset.score_answer``), in the sandbox unless it is
+reasoning-gym's own comparison of texts: some evaluate the answer (:mod:`verl_ext.rewards.caged`). What is added here
+is the parsing of a model's text and one line of feedback that a model can act on. A dataset row carries everything
+needed (the dataset's name, its configuration and the generated entry, as JSON), so nothing is generated again while
+training.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from verl_ext.rewards import caged
 from verl_ext.rewards.judge import Judgement, judge, judge_async
 
 _CAGED = "verl_ext.rewards.caged"
@@ -153,11 +156,15 @@ class ReasoningGymTask:
             JudgeError: the verifier is broken: it fails on the reference answer too, or can't be run.
         """
         parsed, verdict = self._parse(text)
+        if verdict is None and caged.compares_texts(self.dataset, self.config_json):
+            verdict = self._compare(parsed)
         return verdict or self._verdict(parsed, judge(*self._questions(parsed), **self._how(timeout_s)))
 
     async def judge_async(self, text: str, *, timeout_s: float = 30.0) -> Verdict:
         """:meth:`judge` that leaves the event loop to others."""
         parsed, verdict = self._parse(text)
+        if verdict is None and await asyncio.to_thread(caged.compares_texts, self.dataset, self.config_json):
+            verdict = self._compare(parsed)
         return verdict or self._verdict(parsed, await judge_async(*self._questions(parsed), **self._how(timeout_s)))
 
     def _parse(self, text: str) -> tuple[str, Verdict | None]:
@@ -166,6 +173,10 @@ class ReasoningGymTask:
         if parsed is None:
             return "", Verdict(0.0, False, None, NOT_A_NUMBER if numeric and text.strip() else EMPTY)
         return parsed, None
+
+    def _compare(self, parsed: str) -> Verdict:
+        dataset = caged.load_dataset(self.dataset, self.config_json)
+        return self._verdict(parsed, Judgement(dataset.score_answer(parsed, self.entry)))
 
     def _questions(self, parsed: str) -> tuple[str, list[Any], list[Any]]:
         of = [self.dataset, self.config_json]

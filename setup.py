@@ -156,9 +156,8 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_ext", "verl_ext.*"]),
     package_data={
-        "verl_ext": ["py.typed", "rollout/prompts/*.txt", "reproduce/sources.yaml"],
-        # Style, HTML and scripts of the pages.
-        **{package: ["assets/*"] for package in ("verl_ext", "verl_ext.report", "verl_ext.transcripts")},
+        # The assets are style, HTML and scripts of the pages.
+        "verl_ext": ["py.typed", "rollout/prompts/*.txt", "reproduce/sources.yaml", "assets/*", "*/assets/*"],
     },
     include_package_data=False,
     install_requires=INSTALL_REQUIRES,

@@ -253,6 +253,12 @@ def shared_memory() -> set[str]:
     return names
 
 
+def steps_logged(folder: Path) -> int:
+    """Lines of a run's metrics so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Whether `condition` comes to hold within `seconds`."""
     until = time.monotonic() + seconds

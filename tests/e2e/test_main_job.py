@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Lab, Run, eventually, processes, shared_memory
+from harness import Lab, Run, eventually, processes, shared_memory, steps_logged
 
 pytestmark = pytest.mark.e2e
 
@@ -38,11 +38,6 @@ def nothing_left(run: Run) -> bool:
     """No process of the run lives on (files in shared memory: see `shared_memory`)."""
     assert eventually(lambda: not processes(run.folder), seconds=60), processes(run.folder)
     return True
-
-
-def steps_logged(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def finite(metrics: dict[str, Any]) -> bool:

@@ -49,11 +49,19 @@ class LaunchCallback(Callback):
             self._environment = dict(os.environ)
             _prepare_or_exit(_config_of_the_job())
 
-    def on_job_end(self, config: Any, **kwargs: Any) -> None:
-        """Nothing of a job of a multirun reaches the next one, which would go on in this one's Ray and environment."""
-        if not self._prepared:
-            import ray
+    def on_job_end(self, config: Any, job_return: Any = None, **kwargs: Any) -> None:
+        """Say so if the run ended because the node of its trainer died, since then no process of it can.
 
+        Nothing of a job of a multirun reaches the next one, which would go on in this one's Ray and environment.
+        """
+        import ray
+
+        error = getattr(job_return, "_return_value", None)
+        if isinstance(error, ray.exceptions.RayActorError) and ray.is_initialized():
+            from verl_ext.integration.parts import nodes
+
+            print(f"verl_ext: {nodes.lost_after(error) or 'the process of the trainer has died'}", flush=True)
+        if not self._prepared:
             ray.shutdown()
             os.environ.clear()
             os.environ.update(self._environment)

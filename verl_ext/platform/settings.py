@@ -29,7 +29,7 @@ def complete(config: Any) -> None:
             # verl's default, which separate_async refuses; its other transfers need an accelerator
             rollout.checkpoint_engine.backend = "gloo"
         init = OmegaConf.select(config, "ray_kwargs.ray_init") or {}
-        if init.get("address") or os.environ.get("RAY_ADDRESS"):
+        if (init.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
             return
         processes = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
         reward = config.reward.reward_model
@@ -41,6 +41,8 @@ def complete(config: Any) -> None:
         _default(config, "ray_kwargs.ray_init.num_gpus", processes)
         _default(config, "ray_kwargs.ray_init.num_cpus", 16 + 4 * processes)
         _default(config, "ray_kwargs.ray_init.include_dashboard", False)
+        # Otherwise Ray would join whatever cluster somebody has started on this machine.
+        _default(config, "ray_kwargs.ray_init.address", "local")
 
     if (config.get("verl_ext") or {}).get("fork_server"):
         from verl_ext.platform import fork_worker

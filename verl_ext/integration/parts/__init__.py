@@ -18,6 +18,7 @@ from verl_ext.integration.parts import (
     methods,
     metrics_file,
     missing,
+    nodes,
     pruning,
     rollouts,
     rows,
@@ -31,6 +32,7 @@ __all__ = ["PARTS", "active", "methods", "uses_verl_ext"]
 
 PARTS: tuple[type[Part], ...] = (
     metrics_file.MetricsFile,
+    nodes.Nodes,
     agent_loops.AgentLoops,
     missing.Missing,
     columns.Columns,  # row fields, for all that follow

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By hand: one run that is killed again and again at random times, and goes on each time with the same command.
+
+    python tests/e2e/soak.py --kills 10 --steps 40 --out runs/soak
+
+Ends with 0 when the run finished, every step is in its metrics once, and no process of it lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import time
+from pathlib import Path
+
+from harness import REWARD, Lab, eventually, make_data, make_model, processes
+
+AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # take a minute to give up on a killed node
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True)
+    root = options.out.resolve()
+    (root / "reward.py").write_text(REWARD)
+    lab = Lab(make_model(root / "model"), make_data(root), root / "reward.py", root)
+    chance = random.Random(options.seed)
+    overrides = [
+        f"trainer.total_training_steps={options.steps}",
+        "data.train_batch_size=4",
+        "trainer.total_epochs=1000",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+    ]
+    started = time.monotonic()
+    for kill in range(options.kills):
+        due = time.monotonic() + chance.uniform(5, 90)
+        run = lab.run("soak", overrides=overrides, kill_when=lambda _, due=due: time.monotonic() > due, timeout=900)
+        if run.code == 0:
+            print(f"kill {kill + 1}: came too late, the run had finished", flush=True)
+            break
+        steps = max(run.metrics, default=0)
+        print(f"kill {kill + 1} after {run.seconds:.0f} s, {steps} steps on record", flush=True)
+        assert eventually(lambda folder=run.folder: set(processes(folder)) <= AGENTS, 60), processes(run.folder)
+    run = lab.run("soak", overrides=overrides, timeout=3600).check()
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    updates = collections.Counter(line["step"] for line in lines if "actor/grad_norm" in line["data"])
+    assert updates == dict.fromkeys(range(1, options.steps + 1), 1), updates
+    assert eventually(lambda: not processes(run.folder), 90), processes(run.folder)
+    print(f"{options.steps} steps, each on record once, in {(time.monotonic() - started) / 60:.1f} min")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray node that dies ends the run and is named.
+
+verl waits for rollouts without asking whether anybody still makes them: if the node of an agent loop or of a rollout
+server dies, the run stands still for ever; if that of a training process dies, it ends with the name of an actor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl_ext.integration.parts.base import Part
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 2.0
+NOTICE_S = 45.0
+"""How long Ray may take to say that a node is dead, after one of its actors was missed (30 s by default)."""
+
+
+class NodeLost(RuntimeError):
+    """A Ray node of the run has died. The message has its name and what to do."""
+
+
+def lost() -> str:
+    """Which of the nodes that hold or held actors of this job are dead, and what to do; empty if none is."""
+    import ray
+    from ray._private.state import state
+
+    dead = {node["NodeID"]: node for node in ray.nodes() if not node["Alive"]}
+    job = ray.get_runtime_context().get_job_id()
+    used = {actor["Address"]["NodeID"] for actor in state.actor_table(None).values() if actor["JobID"] == job}
+    names = [f"{dead[node]['NodeName']} ({dead[node]['NodeManagerAddress']})" for node in sorted(used & dead.keys())]
+    if not names:
+        return ""
+    return (
+        f"the Ray node {', '.join(names)} has died, and with it processes of this run. Start the same command again "
+        "when the cluster has its nodes: it goes on from the last checkpoint."
+    )
+
+
+def lost_after(error: BaseException) -> str:
+    """`lost`, with the time that Ray needs to notice, if the error came from another process of the run."""
+    import ray
+
+    until = time.monotonic() + NOTICE_S
+    while isinstance(error, ray.exceptions.RayError):
+        message = lost()
+        if message or time.monotonic() > until:
+            return message
+        time.sleep(EVERY_S)
+    return ""
+
+
+class Nodes(Part):
+    """Looks at the nodes that hold actors of this run while it trains."""
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return int(config.trainer.nnodes) > 1 or int(config.actor_rollout_ref.rollout.get("nnodes") or 0) > 0
+
+    @contextmanager
+    def around_fit(self) -> Iterator[None]:
+        """Raises NodeLost when Ray says that a node of the run is dead, whatever the run is waiting for."""
+        waiting, found, stop = threading.get_ident(), [""], threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(EVERY_S):
+                found[0] = lost()
+                if found[0]:
+                    logger.error("%s", found[0])
+                    raised = ctypes.py_object(NodeLost)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), raised)
+                    return
+
+        lost()  # an API of Ray that has changed fails here, not in the thread
+        watcher = threading.Thread(target=watch, name="verl_ext nodes", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except NodeLost:
+            raise NodeLost(found[0]) from None
+        except Exception as error:
+            message = lost_after(error)
+            if message:
+                raise NodeLost(message) from error
+            raise
+        finally:
+            stop.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_ext.demo.data import write_task
 
-numbers = {"min_numbers": 2, "max_numbers": 3, "max_value": 20, "max_target": 99}
+numbers = {"min_numbers": 2, "max_numbers": 3, "max_value": 20, "min_target": 10, "max_target": 99}
 write_task(Path(sys.argv[1]), "countdown", numbers, train_size=128, val_size=16, seed=0)
 PYTHON
 

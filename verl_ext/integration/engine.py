@@ -15,6 +15,7 @@ Only response positions are computed: nothing in verl reads the log-probabilitie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class OnePassMixin:
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, with the share of tokens that pruning kept out of the loss among the metrics."""
         self._out_of_set = None
+        if loss_function is not None and float(_get(micro_batch, RHO, 0.0)) > 0:
+            loss_function = _unless_empty(loss_function)
         loss, result = super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         if self._out_of_set is not None:
             from verl.utils.metric import AggregationType, Metric
@@ -164,6 +167,18 @@ class OnePassMixin:
             max_seqlen=int(lengths.max()),
         )
         self._out_of_set = (before.sum() - kept.sum()).detach().float()
+
+
+def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function, but 0 for a micro-batch all of whose tokens have left the safe set: some losses of verl refuse
+    one without tokens."""
+
+    def loss(*, model_output: Any, data: Any, **more: Any) -> Any:
+        if bool((data["response_mask"].values() > 0).any()):
+            return loss_function(model_output=model_output, data=data, **more)
+        return model_output["log_probs"].values().sum() * 0.0, {}
+
+    return loss
 
 
 def _get(micro_batch: Any, key: str, default: Any) -> Any:

@@ -93,7 +93,8 @@ def hydra_of_verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], loop: str, tmp_path: Path) -> None:
-    from verl_ext.integration import checks, updates
+    from verl_ext.integration import checks
+    from verl_ext.integration.parts import updates
     from verl_ext.rollout.environments.options import read_options
     from verl_ext.rollout.orchestra import settings
 

@@ -109,6 +109,12 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl.workers.rollout.utils": ("ensure_async_iterator", "get_max_position_embeddings"),
     },
     CPU: {
+        "verl.checkpoint_engine.base": (
+            "CheckpointEngine",
+            "CheckpointEngineRegistry.register",
+            "merge_weight_chunks",
+            "split_weight_chunks",
+        ),
         "verl.plugin.platform": ("platform_manager",),
         "verl.plugin.platform.platform_base": ("PlatformBase",),
         "verl.plugin.platform.platform_manager": (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.rewards.caged import load_dataset
+from verl_ext.rewards.caged import load_dataset, only_compares
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
 EVALUATE = (
@@ -53,3 +53,9 @@ def test_outside_of_the_sandbox_they_run(tmp_path: Path) -> None:
     answer = hostile(file)[0]
     subprocess.run([sys.executable, "-c", PLAIN, "polynomial_multiplication", answer], capture_output=True, check=False)
     assert file.exists()
+
+
+def test_only_verifiers_that_compare_do_without_the_sandbox() -> None:
+    config = json.dumps({"seed": 3, "size": 1})
+    assert [only_compares(name, config) for name in ("chain_sum", "products", "spell_backward")] == [True, True, False]
+    assert not any(only_compares(name, config) for name in EVALUATE)

@@ -182,11 +182,19 @@ def load_dataset(name: str, config_json: str) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def compares_texts(name: str, config_json: str) -> bool:
-    """Whether a dataset's verifier is reasoning-gym's own comparison of texts, which evaluates nothing."""
+def only_compares(name: str, config_json: str) -> bool:
+    """Whether a dataset's verifier evaluates nothing: reasoning-gym's own comparison of texts, or of decimal numbers.
+
+    Told by the names that the verifier's code uses, so that one that changes goes through the sandbox again.
+    """
     from reasoning_gym.factory import ProceduralDataset
 
-    return type(load_dataset(name, config_json)).score_answer is ProceduralDataset.score_answer
+    verifier = type(load_dataset(name, config_json)).score_answer
+    return verifier is ProceduralDataset.score_answer or set(verifier.__code__.co_names) == _DECIMALS
+
+
+_DECIMALS = {"utils", "compute_decimal_reward"}
+"""``return utils.compute_decimal_reward(answer, oracle_answer=entry["answer"], strip_commas=True)``"""
 
 
 def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any]) -> float:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of the PyPI package ``reasoning-gym`` as multi-turn problems: parse an answer, score it, say what was wrong.
 
-The score is always the one of the task's own verifier (``dataset.score_answer``), in the sandbox unless it is
-reasoning-gym's own comparison of texts: some evaluate the answer (:mod:`verl_ext.rewards.caged`). What is added here
-is the parsing of a model's text and one line of feedback that a model can act on. A dataset row carries everything
+The score is always the one of the task's own verifier (``dataset.score_answer``), in the sandbox unless it only
+compares texts or decimal numbers: some evaluate the answer (:mod:`verl_ext.rewards.caged`). What is added here is the
+parsing of a model's text and one line of feedback that a model can act on. A dataset row carries everything
 needed (the dataset's name, its configuration and the generated entry, as JSON), so nothing is generated again while
 training.
 """
@@ -156,14 +156,14 @@ class ReasoningGymTask:
             JudgeError: the verifier is broken: it fails on the reference answer too, or can't be run.
         """
         parsed, verdict = self._parse(text)
-        if verdict is None and caged.compares_texts(self.dataset, self.config_json):
+        if verdict is None and caged.only_compares(self.dataset, self.config_json):
             verdict = self._compare(parsed)
         return verdict or self._verdict(parsed, judge(*self._questions(parsed), **self._how(timeout_s)))
 
     async def judge_async(self, text: str, *, timeout_s: float = 30.0) -> Verdict:
         """:meth:`judge` that leaves the event loop to others."""
         parsed, verdict = self._parse(text)
-        if verdict is None and await asyncio.to_thread(caged.compares_texts, self.dataset, self.config_json):
+        if verdict is None and await asyncio.to_thread(caged.only_compares, self.dataset, self.config_json):
             verdict = self._compare(parsed)
         return verdict or self._verdict(parsed, await judge_async(*self._questions(parsed), **self._how(timeout_s)))
 

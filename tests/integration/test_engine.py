@@ -19,6 +19,7 @@ from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
 from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.integration.wraps import STRICT
 
 HERE = Path(__file__).parent
 LAYOUTS = ("padded", "packed")
@@ -323,7 +324,8 @@ def test_pruning_where_it_cannot_be_done_is_refused(settings: dict[str, Any], me
         asked(**engine.engine_info("auto", 0.01), **settings)
 
 
-def test_engine_is_told_by_the_batch() -> None:
+def test_engine_is_told_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STRICT, "1")
     config = OmegaConf.create({"dvp": {"rho": 0.01, "prune_reference": False}})
     pruning = Pruning(config)
     assert pruning.info("old") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: True}

@@ -15,10 +15,10 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_ext.integration import notes
+from verl_ext.integration import notes, parts
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import columns, missing
+from verl_ext.integration.parts import columns, missing, updates
 
 pytestmark = pytest.mark.slow  # starts Ray
 
@@ -206,3 +206,12 @@ def test_rows_taken_out_have_no_mask_before_any_pass(clean: Any) -> None:
 def test_values_that_are_not_true_or_false_are_refused(clean: Any, value: Any) -> None:
     with pytest.raises(BatchError, match=r"valid_row of row u_1_0 is .*gives true or false"):
         columns.Columns(CONFIG).on_sample(rows(clean, True, value))
+
+
+def test_row_fields_are_read_in_the_order_that_the_estimators_see() -> None:
+    """`Updates` deals rows to mini-batches; fields read before that would belong to other rows."""
+    assert parts.PARTS.index(updates.Updates) < parts.PARTS.index(columns.Columns)
+    part = columns.Columns(CONFIG)
+    part._keys = ["a_0_0", "b_0_0"]
+    with pytest.raises(RuntimeError, match="another order after their row fields were read"):
+        part.before_advantage(None, ["b_0_0", "a_0_0"], ActiveBatch(columns={}))

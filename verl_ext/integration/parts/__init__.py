@@ -35,10 +35,10 @@ PARTS: tuple[type[Part], ...] = (
     nodes.Nodes,
     agent_loops.AgentLoops,
     missing.Missing,
-    columns.Columns,  # row fields, for all that follow
+    updates.Updates,  # may put the rows in another order
+    columns.Columns,  # row fields in the order of the rows, for all that follow
     rollouts.Rollouts,
     losses.Losses,
-    updates.Updates,
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
     # here: what rejects rows or tokens before the advantage
     methods.Methods,  # settles the rewards; after the estimator checks what came out

@@ -30,6 +30,7 @@ class Columns(Part):
         self._extra: dict[str, Mapping[str, Any]] = {}
         self._of_padding: Mapping[str, Any] = {}
         self._batch: Any = None
+        self._keys: list[str] = []
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
@@ -52,7 +53,7 @@ class Columns(Part):
         active.extra_fields = [self._extra.get(key, self._of_padding) for key in batch.keys]
         found, active.missing = columns.row_fields(batch.keys, batch.tags, active.extra_fields)
         active.columns.update(found)
-        self._batch = batch
+        self._batch, self._keys = batch, list(batch.keys)
         return batch
 
     def before_old_log_prob(self, batch: Any) -> Any:
@@ -61,6 +62,8 @@ class Columns(Part):
         return batch
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
+        if list(keys) != self._keys:
+            raise RuntimeError("the rows were put in another order after their row fields were read")
         if "sum_pi_squared" not in self.needs:
             return
         from verl.workers.utils.padding import response_from_nested

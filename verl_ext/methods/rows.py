@@ -153,7 +153,8 @@ class Rows:
             raise RowFieldError(f"row field '{name}' must be {what}, got dtype {array.dtype}, shape {array.shape}")
         return array
 
-    def _refuse(self, name: str, what: str, array: np.ndarray, wrong: np.ndarray) -> None:
+    def refuse(self, name: str, what: str, array: np.ndarray, wrong: np.ndarray) -> None:
+        """RowFieldError that says `what` the column must be and names the first of the valid rows that is `wrong`."""
         if wrong.any():
             row = int(np.argmax(wrong))
             raise RowFieldError(f"row field '{name}' must be {what}, got {array[row]} in {self.where(row)}")
@@ -162,18 +163,26 @@ class Rows:
         """A column of finite numbers, [V] float64; ValueError names the first row that holds NaN or infinity."""
         return self.check_finite(name, self._numbers(name, "a number a row").astype(np.float64))
 
+    def measured(self, name: str) -> np.ndarray:
+        """A column of numbers of which some were not measured (None or NaN: they are 0), [V] float64."""
+        array = self.column(name)
+        if array.dtype == object:
+            self._columns[name] = np.frompyfunc(lambda value: np.nan if value is None else value, 1, 1)(array)
+        values = self._numbers(name, "a number a row, or None").astype(np.float64)
+        return np.where(np.isnan(values), 0.0, values)
+
     def bools(self, name: str) -> np.ndarray:
         """A column of booleans (or the numbers 0 and 1), [V] bool."""
         array = self._numbers(name, "True or False a row")
-        self._refuse(name, "True or False", array, (array != 0) & (array != 1))
+        self.refuse(name, "True or False", array, (array != 0) & (array != 1))
         return array.astype(bool)
 
     def ints(self, name: str) -> np.ndarray:
         """A column of whole numbers, [V] int64."""
         array = self._numbers(name, "a whole number a row")
         if array.dtype.kind == "f":
-            self._refuse(name, "a whole number", array, array != np.round(array))
-            self._refuse(name, "an integer, as a float is not exact beyond 2^53", array, np.abs(array) > LARGEST_EXACT)
+            self.refuse(name, "a whole number", array, array != np.round(array))
+            self.refuse(name, "an integer, as a float is not exact beyond 2^53", array, np.abs(array) > LARGEST_EXACT)
         return array.astype(np.int64)
 
     def penalty(self, coefficient: float) -> np.ndarray:

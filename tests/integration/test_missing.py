@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from verl_ext.integration import notes, parts
+from verl_ext.integration import notes, parts, wraps
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import columns, missing, updates
+from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.recipes import recipe_root, verl_config_dir
 
 pytestmark = pytest.mark.slow  # starts Ray
 
@@ -161,6 +167,39 @@ def test_a_score_does_not_rise_by_crashing(clean: Any) -> None:
 def test_bad_shares_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match=r"verl_ext\.max_missing_share is .*from 0 to 1"):
         missing.Missing.check(OmegaConf.create({"verl_ext": {"max_missing_share": value}}))
+
+
+# ---- requests that do not go through the client of the run ----------------------------------------------------------
+
+
+def test_the_first_step_refuses_rollouts_of_a_client_without_min_p(clean: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's client, balancer and store: an agent loop with a client of its own, and one with that of the run."""
+    import ray
+
+    class Server:
+        def generate(self, **given: Any) -> TokenOutput:
+            return TokenOutput(
+                token_ids=[1], log_probs=[0.0], extra_fields={"global_steps": 1}, stop_reason="completed"
+            )
+
+    monkeypatch.setenv(wraps.STRICT, "1")
+    monkeypatch.setattr(notes, "_guarded", False)
+    with initialize_config_dir(version_base=None, config_dir=str(verl_config_dir())):
+        given = [f"hydra.searchpath=[file://{recipe_root()}]", "+recipe=[dvp,grpo,cpu]", "dvp.rho=0.9"]
+        config = compose("ppo_trainer", overrides=given)
+    balancer = ray.remote(GlobalRequestLoadBalancer).remote({"server": ray.remote(Server).remote()})
+    own, of_the_run = (LLMServerClient(config=config, load_balancer_handle=balancer) for _ in range(2))
+    part = Pruning(config)
+    part.client(of_the_run)
+    batch = rows(clean, True, True)
+    for client, refused in ((own, True), (of_the_run, False)):
+        answer = asyncio.run(client.generate("r", prompt_ids=[1, 2], sampling_params={"temperature": 1.0}))
+        assert answer.token_ids == [1]
+        if refused:
+            with pytest.raises(RuntimeError, match=r"dvp\.rho=0\.9: .*no agent loop has sent a request .* with min_p"):
+                part.on_sample(batch)
+        else:
+            assert part.on_sample(batch) is batch
 
 
 # ---- rows that their agent loop takes out --------------------------------------------------------------------------

@@ -260,9 +260,23 @@ def test_masked_columns_may_hold_anything():
     weights = torch.ones_like(old)
     weights[hidden] = float("inf")
     torch.testing.assert_close(kpo_loss_terms(old, new, advantages, mask, rollout_is_weights=weights)[0], clean)
-    bad = new.clone()
-    bad[mask.bool().nonzero()[0][0], mask.bool().nonzero()[0][1]] = float("nan")
-    assert torch.isnan(kpo_loss_terms(old, bad, advantages, mask)[0]).any()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", ["old_log_prob", "log_prob", "advantages", "rollout_is_weights"])
+def test_a_model_token_that_is_not_finite_is_named(name, value):
+    """By row and column, and before there is a loss whose gradient could be applied."""
+    old, new, advantages, mask = terms(mask=torch.from_numpy(holes(6, 50)).long())
+    fields = {"old_log_prob": old, "log_prob": new.requires_grad_(), "advantages": advantages}
+    fields["rollout_is_weights"] = torch.ones_like(old)
+    row, column = mask.nonzero()[-1].tolist()
+    fields[name] = fields[name].clone()
+    with torch.no_grad():
+        fields[name][row, column] = float(value)
+    place = rf"a model token \(column {column}\) of row {row} of the micro-batch: {value}"
+    with pytest.raises(ValueError, match=f"^{name} holds NaN or infinity on {place}"):
+        kpo_loss_terms(**fields, response_mask=mask)
+    assert new.grad is None
 
 
 def test_very_large_ratios_are_clamped_without_gradient():

@@ -123,8 +123,9 @@ def _counted(target: Target, replacement: Any) -> Any:
             _calls[target] += 1
             super(counted, self).__init__(*args, **kwargs)
 
-        parts = {"__init__": __init__, "__doc__": replacement.__doc__, "__signature__": inspect.signature(replacement)}
-        counted: Any = type(replacement.__name__, (replacement,), parts)
+        counted: Any = type(
+            replacement.__name__, (replacement,), {"__init__": __init__, "__doc__": replacement.__doc__}
+        )
         return counted
 
     @functools.wraps(replacement)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from verl_ext.methods.options import check_choice, check_range
-from verl_ext.methods.rows import check_token_field
+from verl_ext.methods.rows import check_token_field, on_model_tokens
 
 MASK_MODES = ("zero_observation", "skip")
 
@@ -137,7 +137,7 @@ def kpo_loss_terms(
 
     The gradient with respect to log_prob is -A rho_t (times the rollout weight) where the token is neither clipped nor
     beyond max_log_ratio, and 0 elsewhere; it never flows through the filter. There is no dual clip. Masked columns give
-    loss 0 and gradient 0 whatever they hold; NaN on a model token stays visible in the loss.
+    loss 0 and gradient 0 whatever they hold.
 
     Args:
         old_log_prob: [B, T] log-probabilities under the policy at batch start.
@@ -161,7 +161,8 @@ def kpo_loss_terms(
             without tokens left out); and the floats steady_state_gain and time_constant (tokens).
 
     Raises:
-        ValueError: an option is out of range or the shapes differ.
+        ValueError: an option is out of range, the shapes differ, or a model token holds NaN or infinity; names its row
+            and column, before anything is trained on it.
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, evaluated exactly.
     """
@@ -182,16 +183,16 @@ def kpo_loss_terms(
     dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
     mask = response_mask.bool()
 
-    def on_model_tokens(field: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask, field.to(dtype), 0.0)
+    def finite(name: str, field: torch.Tensor) -> torch.Tensor:
+        return on_model_tokens(name, field.to(dtype), mask, "row {} of the micro-batch".format)
 
-    log_pi = on_model_tokens(log_prob)
-    z = (log_pi - on_model_tokens(old_log_prob)).detach()
+    log_pi = finite("log_prob", log_prob)
+    z = (log_pi - finite("old_log_prob", old_log_prob)).detach()
     x = kalman_filter(z, ratio, mask, mask_mode)
     rho = torch.exp((log_pi - log_pi.detach() + x).clamp(max=max_log_ratio))
-    advantage = on_model_tokens(advantages.detach())
+    advantage = finite("advantages", advantages.detach())
     if rollout_is_weights is not None:
-        advantage = advantage * on_model_tokens(rollout_is_weights.detach())
+        advantage = advantage * finite("rollout_is_weights", rollout_is_weights.detach())
     loss = unclipped = -advantage * rho
     if is_clip:
         loss = torch.maximum(unclipped, -advantage * rho.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high))

@@ -23,7 +23,7 @@ from torch import Tensor
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import GroupBy, NotNegative, checked
 from verl_ext.methods.returns import token_reward_to_go
-from verl_ext.methods.rows import Advantage, Rows, check_token_field, check_tokens
+from verl_ext.methods.rows import Advantage, Rows, check_token_field, check_tokens, on_model_tokens
 
 #: Elements that are worked on at once: memory beyond the outputs is some ten float64 tensors of this size.
 BLOCK_ELEMENTS = 1 << 16
@@ -91,7 +91,7 @@ def otb_advantage(
         at = torch.from_numpy(rows.kept[members]).to(response_mask.device)
         m = response_mask[at].double()
         r, log_pi, pi_squared, *rho = (
-            _on_model_tokens(name, field.detach()[at], m.bool(), members, rows)
+            on_model_tokens(name, field.detach()[at].double(), m.bool(), lambda g, i, of=members: rows.where(of[g, i]))
             for name, field in {"token_level_rewards": token_level_rewards, **fields}.items()
         )
         w = (1 - 2 * log_pi.exp() + pi_squared).clamp(min=0)  # below 0 by rounding, and where m is 0
@@ -146,13 +146,3 @@ def _blocks(groups: np.ndarray, length: int) -> Iterator[np.ndarray]:
         members = order[start[size == n, None] + np.arange(n)]
         step = max(1, BLOCK_ELEMENTS // max(1, n * length))
         yield from (members[first : first + step] for first in range(0, len(members), step))
-
-
-def _on_model_tokens(name: str, field: Tensor, m: Tensor, members: np.ndarray, rows: Rows) -> Tensor:
-    """The field in float64, 0 at masked positions whatever they hold; ValueError where a model token is not finite."""
-    field = torch.where(m, field.double(), 0.0)
-    if not torch.isfinite(field.sum()):
-        for g, i, column in (~torch.isfinite(field)).nonzero().tolist():
-            where = f"a model token (column {column}) of {rows.where(int(members[g, i]))}"
-            raise ValueError(f"{name} holds NaN or infinity on {where}: {field[g, i, column]:g}")
-    return field

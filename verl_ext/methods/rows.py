@@ -9,7 +9,7 @@ that names the field, the row and the remedy when the column cannot be used.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,23 @@ def check_token_field(name: str, tokens: torch.Tensor, response_mask: torch.Tens
     if tokens.shape != response_mask.shape:
         shapes = f"response_mask has shape {tuple(response_mask.shape)}, {name} has shape {tuple(tokens.shape)}"
         raise ValueError(f"{shapes}; they must be equal")
+    return tokens
+
+
+def on_model_tokens(name: str, tokens: torch.Tensor, mask: torch.Tensor, where: Callable[..., str]) -> torch.Tensor:
+    """The field with 0 at masked positions, whatever they hold; ValueError names a model token that is not finite.
+
+    Args:
+        name: of the field.
+        tokens: [..., T] float.
+        mask: [..., T] bool.
+        where: words for a row, from its position in each dimension but the last.
+    """
+    tokens = torch.where(mask, tokens, 0.0)
+    if not torch.isfinite(tokens.detach().sum(dtype=torch.float64)):
+        for *row, column in (~torch.isfinite(tokens)).nonzero().tolist():
+            place = f"a model token (column {column}) of {where(*row)}"
+            raise ValueError(f"{name} holds NaN or infinity on {place}: {tokens[(*row, column)].item():g}")
     return tokens
 
 

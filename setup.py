@@ -86,6 +86,9 @@ INSTALL_REQUIRES = [
     "tokenizers",
     # Deferred patching of the one verl function that no configuration reaches.
     "wrapt>=1.16,<3",
+    # The files of the paper tables.
+    "pydantic>=2.7,<3",
+    "typing_extensions",
     # The demo task and its curve.
     "reasoning-gym>=0.1.25,<0.2",
     "matplotlib>=3.8",

@@ -1,19 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table files ``recipe/<method>/<table>.yaml``: found, read strictly, and handed on as frozen dataclasses.
+"""The table files ``recipe/<method>/<table>.yaml``: found, checked by pydantic, and handed on as frozen dataclasses.
 
 A table file begins with the line ``# verl-ext table``, which keeps it apart from the recipes beside it. It describes
 one published experiment at two scales: ``full`` is the paper's, ``laptop`` a small experiment with the same structure
-on the embedded CPU model. What is wrong in a file is reported with the file and the key. Imports nothing heavy.
+on the embedded CPU model. ``extends: <method>/<table>`` takes everything from another table that the file does not say
+itself: mappings are merged, all else is replaced. What is wrong in a file is reported with the file and the key.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from verl_ext.recipes import GROUP, TABLE_LINE, RecipeError, recipe_root, recipes, suggestion
 
@@ -53,146 +68,249 @@ class UnknownTableError(TableError):
     """No table, cell or scale has this name; the message lists the known ones."""
 
 
+# --- what stands in a file ------------------------------------------------------------------------------------------
+
+
+def _wrong(key: str, text: str) -> PydanticCustomError:
+    """An error at a key of the mapping that is being checked."""
+    return PydanticCustomError("table", "{text}", {"key": key, "text": text})
+
+
+def _known(key: str, value: Any, names: Sequence[str]) -> None:
+    if value not in names:
+        raise _wrong(key, f"{value!r} is not known{suggestion(str(value), list(names))}")
+
+
+def _only(content: Mapping[Any, Any], names: Sequence[str]) -> None:
+    for key in content:
+        if key not in names:
+            raise _wrong(str(key), f"unknown key{suggestion(str(key), names)}")
+
+
+def _certainty(value: str) -> str:
+    _known("", value, CERTAINTIES)
+    return value
+
+
+def _different(values: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(values)) < len(values):
+        raise PydanticCustomError("different", "Numbers should be different")
+    return values
+
+
+def _hydra_keys(overrides: dict[str, Any]) -> dict[str, Any]:
+    for key in overrides:
+        if not re.fullmatch(r"\+{0,2}[A-Za-z_][\w/@-]*(\.[\w/@-]+)*", key):
+            raise _wrong("", f"{key!r} is not a dotted key of Hydra (which may begin with + or ++)")
+    return overrides
+
+
+# YAML has types of its own, so that nothing is turned into what is expected: 5.6 in quotes is no number.
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Note = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Certainty = Annotated[Text, AfterValidator(_certainty)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+Overrides = Annotated[dict[str, Any], AfterValidator(_hydra_keys)]
+
+
+class Options(TypedDict, total=False):
+    """Options of a metric; `KINDS` says which kind has which."""
+
+    keys: Texts
+    window: Count
+    factor: Annotated[Number, Field(ge=1)]
+    tokens_key: Text
+    threshold: Number
+    k: Count
+    p: NotNegative
+    source: Text
+    score_key: Text
+    speedup_key: Text
+
+
+class _Entry:
+    """A mapping of a table file, and how it becomes the dataclass: its keys are the fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, content: Any) -> dict[str, Any]:
+        if not isinstance(content, Mapping):
+            raise PydanticCustomError("mapping", "a mapping is expected")
+        content = cls._prepared(dict(content))
+        _only(content, cls._fields())
+        return content
+
+    @classmethod
+    def _fields(cls) -> list[str]:
+        return [one.name for one in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @classmethod
+    def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """What the fields are made of, where that is not as it stands in the file."""
+        return content
+
+
+def _named(entries: Any) -> Any:
+    """Entries by name, with the name in each."""
+    if not isinstance(entries, Mapping):
+        return entries
+    for name, entry in entries.items():
+        if isinstance(entry, Mapping) and "name" in entry:
+            raise _wrong(f"{name}.name", "unknown key: the name is the key of the entry")
+    return {
+        str(name): {**entry, "name": str(name)} if isinstance(entry, Mapping) else entry
+        for name, entry in entries.items()
+    }
+
+
 @dataclass(frozen=True)
-class Cell:
-    """One row of a table: a method with its settings.
+class Cell(_Entry):
+    """One row of a table: a method with its settings."""
 
-    Attributes:
-        name: what ``--cell`` says.
-        label: for people.
-        recipe: value of ``+recipe=[...]``.
-        overrides: Hydra key to value, beside the common ones of the scale.
-        note: a sentence, possibly empty.
-        runnable: False for a row that is only published (another model, a closed system).
-    """
+    name: Text  # what ``--cell`` says
+    label: Text  # for people
+    recipe: Texts = ()  # value of ``+recipe=[...]``
+    overrides: Overrides = field(default_factory=dict)  # Hydra key to value, beside the common ones of the scale
+    note: Note = ""  # a sentence, possibly empty
+    runnable: Flag = True  # False for a row that is only published (another model, a closed system)
 
-    name: str
-    label: str
-    recipe: tuple[str, ...]
-    overrides: Mapping[str, Any]
-    note: str = ""
-    runnable: bool = True
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One column of a table.
-
-    Attributes:
-        name: key in the file.
-        label: for people.
-        kind: one of `KINDS`.
-        options: of the kind.
-        percent: the value is a share and is shown as a percentage.
-        higher: higher is better; None: neither is, the claim does not speak of it.
-        digits: after the point.
-        times: factor from what is logged to what is shown, such as 10 where a reward of 10 is 100 points.
-    """
-
-    name: str
-    label: str
-    kind: str
-    options: Mapping[str, Any]
-    percent: bool = False
-    higher: bool | None = True
-    digits: int = 3
-    times: float = 1.0
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Cell:
+        if not re.fullmatch(r"[A-Za-z0-9_]+", self.name):
+            raise _wrong("", "the name of a cell is made of letters, digits and _")
+        if self.runnable and not self.recipe:
+            raise _wrong("recipe", "is missing")
+        known = (info.context or {})["recipes"]
+        for name in self.recipe:
+            if name not in known:
+                raise _wrong("recipe", f"unknown recipe {name!r}{suggestion(name, known)}")
+        return self
 
 
 @dataclass(frozen=True)
-class Published:
-    """One number of the paper.
+class MetricSpec(_Entry):
+    """One column of a table."""
 
-    Attributes:
-        cell, metric: where it stands (of the full scale).
-        value: in the metric's unit (in percent where the metric is).
-        certainty: one of `CERTAINTIES`.
-        relative_to: cell that the value is a difference to; None: the value itself.
-        note: a sentence, possibly empty.
-        ratio: the value is a change in percent of that other cell's, not a difference.
-    """
+    name: Text  # key in the file
+    label: Text  # for people
+    kind: Text  # one of `KINDS`
+    options: Annotated[
+        Mapping[str, Any], GetPydanticSchema(lambda _, schema: schema(Options))
+    ]  # of the kind; in the file they stand beside the others
+    percent: Flag = False  # the value is a share and is shown as a percentage
+    higher: Flag | None = True  # higher is better; None: neither is, the claim does not speak of it
+    digits: Whole = 3  # after the point
+    times: Number = 1.0  # factor from what is logged to what is shown, such as 10 where a reward of 10 is 100 points
 
-    cell: str
-    metric: str
-    value: float
-    certainty: str
-    relative_to: str | None = None
-    note: str = ""
-    ratio: bool = False
+    @classmethod
+    def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        _known("kind", content.get("kind"), list(KINDS))
+        required, optional = KINDS[content["kind"]]
+        for key in required:
+            if key not in content:
+                raise _wrong(key, "is missing")
+        _only(content, [*(name for name in cls._fields() if name != "options"), *required, *optional])
+        options = {key: content.pop(key) for key in (*required, *optional) if key in content}
+        return {"digits": 1 if content.get("percent") else 3, **content, "options": options}
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Published(_Entry):
+    """One number of the paper."""
+
+    cell: Text  # where it stands (of the full scale)
+    metric: Text
+    value: Number  # in the metric's unit (in percent where the metric is)
+    certainty: Certainty  # one of `CERTAINTIES`
+    relative_to: Text | None = None  # cell that the value is a difference to; None: the value itself
+    note: Note = ""  # a sentence, possibly empty
+    ratio: Flag = False  # the value is a change in percent of that other cell's, not a difference
+
+
+@dataclass(frozen=True)
+class Hardware(_Entry):
     """Machines of the full scale; `certainty` and `note` say where that is from."""
 
-    nodes: int
-    gpus_per_node: int
-    gpu: str
-    certainty: str = "certain"
-    note: str = ""
+    nodes: Count
+    gpus_per_node: Count
+    gpu: Text
+    certainty: Certainty = "certain"
+    note: Note = ""
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(_Entry):
     """Hours of one cell and seed; None where nobody says."""
 
-    value: float | None
-    certainty: str = "certain"
-    note: str = ""
+    value: NotNegative | None = None
+    certainty: Certainty = "certain"
+    note: Note = ""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a full run needs beside data and GPUs.
+class Needs(_Entry):
+    """What a full run needs beside data and GPUs."""
 
-    Attributes:
-        packages: names of Python distributions.
-        inputs: environment variable to what the user has to bring in it.
-    """
-
-    packages: tuple[str, ...] = ()
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    packages: Texts = ()  # names of Python distributions
+    inputs: dict[Text, Text] = field(default_factory=dict)  # environment variable to what the user has to bring in it
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The experiment at one scale.
+class Scale(_Entry):
+    """The experiment at one scale."""
 
-    Attributes:
-        name: one of `SCALES`.
-        cells: by name, in the table's order.
-        metrics: by name, in the table's order.
-        baseline: cell that differences are taken to; None: no differences.
-        versus: cell to a further cell that its differences are taken to, where the claim speaks of the two.
-        seeds: that the table is made of.
-        steps: training steps; None: the overrides decide (epochs, for instance).
-        task: of :mod:`verl_ext.demo.tasks` (laptop).
-        overrides: common to the cells.
-        data: names of data sets by ``train`` and ``val`` (full).
-        models: hub names, the first is the one that is trained unless a cell says otherwise (full).
-        needs: further needs (full).
-        hardware: GPUs (full).
-        hours: of one cell and seed (full).
-        minutes: of the whole table on two CPU cores, measured (laptop).
-        claim: what is tested, in a sentence.
-    """
+    name: Text  # one of `SCALES`
+    cells: Annotated[dict[str, Cell], Field(min_length=1), BeforeValidator(_named)]  # by name, in the table's order
+    # by name, in the table's order
+    metrics: Annotated[dict[str, MetricSpec], Field(min_length=1), BeforeValidator(_named)]
+    seeds: Annotated[tuple[Whole, ...], Field(min_length=1), AfterValidator(_different)]  # that the table is made of
+    baseline: Text | None = None  # cell that differences are taken to; None: no differences
+    # cell to a further cell that its differences are taken to, where the claim speaks of the two
+    versus: dict[str, str] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=dict)  # common to the cells
+    claim: Note = ""  # what is tested, in a sentence
+    steps: Count | None = None  # training steps; None: the overrides decide (epochs, for instance)
+    task: Text | None = None  # of :mod:`verl_ext.demo.tasks` (laptop)
+    minutes: NotNegative | None = None  # of the whole table on two CPU cores, measured (laptop)
+    data: dict[str, Texts] = field(default_factory=dict)  # names of data sets by ``train`` and ``val`` (full)
+    models: Texts = ()  # hub names, the first is the one that is trained unless a cell says otherwise (full)
+    needs: Needs = field(default_factory=Needs)  # further needs (full)
+    hardware: Hardware | None = None  # GPUs (full)
+    hours: Estimate | None = None  # of one cell and seed (full)
 
-    name: str
-    cells: Mapping[str, Cell]
-    metrics: Mapping[str, MetricSpec]
-    baseline: str | None
-    versus: Mapping[str, str]
-    seeds: tuple[int, ...]
-    steps: int | None
-    task: str | None
-    overrides: Mapping[str, Any]
-    data: Mapping[str, tuple[str, ...]]
-    models: tuple[str, ...]
-    needs: Needs
-    hardware: Hardware | None
-    hours: Estimate | None
-    minutes: float | None
-    claim: str
+    @classmethod
+    def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        required, others = {
+            "full": (("models", "data", "hardware", "hours"), ("task", "minutes")),
+            "laptop": (("task", "steps", "claim"), ("models", "data", "needs", "hardware", "hours")),
+        }[content["name"]]
+        for key in required:
+            if content.get(key) is None:
+                raise _wrong(key, "is missing")
+        _only(content, [name for name in cls._fields() if name not in others])
+        return content
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Scale:
+        if self.baseline is not None:
+            _known("baseline", self.baseline, list(self.cells))
+        for name, other in self.versus.items():
+            _known(f"versus.{name}", name, list(self.cells))
+            _known(f"versus.{name}", other, list(self.cells))
+            if name == other:
+                raise _wrong(f"versus.{name}", "is the cell itself")
+        if self.task is not None:
+            _known("task", self.task, (info.context or {})["tasks"])
+        for split in self.data:
+            _known(f"data.{split}", split, ("train", "val"))
+        if not self.runnable:
+            raise _wrong("cells", "none of them can be run")
+        return self
 
     @property
     def runnable(self) -> list[str]:
@@ -206,35 +324,52 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Table:
-    """One published experiment.
+class Table(_Entry):
+    """One published experiment."""
 
-    Attributes:
-        name: ``<method>/<table>``.
-        method: name of the folder.
-        title, paper, claim, published_in: texts.
-        open: what paper and code leave open, a sentence each.
-        published: numbers of the paper.
-        full: the paper's scale.
-        laptop: the small scale; None where another table's tests the same claim.
-        laptop_of: name of that other table.
-        default: whether the bare method name means this table.
-        path: the file.
-    """
+    name: Text  # ``<method>/<table>``
+    path: Path  # the file
+    title: Text
+    paper: Text
+    claim: Text
+    full: Scale  # the paper's scale
+    laptop: Scale | None  # the small scale; None where another table's tests the same claim
+    laptop_of: Text | None = None  # name of that other table, which the file has under ``laptop``
+    published_in: Note = ""
+    open: Texts = ()  # what paper and code leave open, a sentence each
+    published: tuple[Published, ...] = ()  # numbers of the paper
+    default: Flag = False  # whether the bare method name means this table
 
-    name: str
-    method: str
-    title: str
-    paper: str
-    claim: str
-    published_in: str
-    open: tuple[str, ...]
-    published: tuple[Published, ...]
-    full: Scale
-    laptop: Scale | None
-    laptop_of: str | None
-    default: bool
-    path: Path
+    @classmethod
+    def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        laptop = content.get("laptop")
+        if isinstance(laptop, str):
+            content |= {"laptop": None, "laptop_of": laptop}
+        elif not isinstance(laptop, Mapping):
+            raise _wrong("laptop", f"a mapping or the name of a table is expected, not {laptop!r}")
+        for name in SCALES:
+            if isinstance(content.get(name), Mapping):
+                content[name] = {**content[name], "name": name}
+        return content
+
+    @model_validator(mode="after")
+    def _check(self) -> Table:
+        for place, one in enumerate(self.published):
+            key = f"published[{place}]"
+            _known(f"{key}.cell", one.cell, list(self.full.cells))
+            _known(f"{key}.metric", one.metric, list(self.full.metrics))
+            if one.relative_to is not None:
+                _known(f"{key}.relative_to", one.relative_to, list(self.full.cells))
+            if one.relative_to == one.cell:
+                raise _wrong(f"{key}.relative_to", "is the cell itself")
+            if one.ratio and one.relative_to is None:
+                raise _wrong(f"{key}.ratio", "needs relative_to, the cell that the change in percent is measured from")
+        return self
+
+    @property
+    def method(self) -> str:
+        """Name of the table's folder of recipes."""
+        return self.name.split("/")[0]
 
     @property
     def folder(self) -> str:
@@ -336,90 +471,7 @@ def find_cells(scale: Scale, names: Sequence[str] | None) -> list[Cell]:
     return [cell for name, cell in scale.cells.items() if name in names]
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
-
-_KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w/@-]*(\.[\w/@-]+)*$")
-_MISSING = object()
-
-
-class _Node:
-    """A mapping of a table file that knows where it stands; every key is taken once, what is left is unknown."""
-
-    def __init__(self, path: Path, place: str, value: Any) -> None:
-        self.path, self.place = path, place
-        if not isinstance(value, Mapping):
-            raise self.error("", f"a mapping is expected, not {_said(value)}")
-        self.rest = dict(value)
-        self.known: list[str] = []
-
-    def error(self, key: str, text: str) -> TableError:
-        place = ".".join(part for part in (self.place, key) if part)
-        return TableError(f"{self.path}: {place or 'the file'}: {text}")
-
-    def take(self, key: str, check: Callable[[Any], bool], what: str, default: Any = _MISSING) -> Any:
-        self.known.append(key)
-        if key not in self.rest:
-            if default is _MISSING:
-                raise self.error(key, f"is missing ({what})")
-            return default
-        value = self.rest.pop(key)
-        if value is None and default is None:
-            return None
-        if not check(value):
-            raise self.error(key, f"{what} is expected, not {_said(value)}")
-        return value
-
-    def text(self, key: str, default: Any = _MISSING) -> Any:
-        return self.take(key, lambda v: isinstance(v, str) and bool(v.strip() or default == ""), "a text", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self.take(key, lambda v: isinstance(v, bool), "true or false", default)
-
-    def number(self, key: str, default: Any = _MISSING, least: float = -math.inf) -> Any:
-        what = "a number" if least == -math.inf else f"a number of at least {least:g}"
-        return self.take(key, lambda v: _is_number(v) and v >= least, what, default)
-
-    def count(self, key: str, default: Any = _MISSING, least: int = 0) -> Any:
-        return self.take(key, lambda v: _is_int(v) and v >= least, f"a whole number of at least {least}", default)
-
-    def choice(self, key: str, known: Sequence[str], default: Any = _MISSING) -> Any:
-        value = self.text(key, default)
-        if value is not None and value not in known:
-            raise self.error(key, f"{value!r} is not known{suggestion(value, list(known))}")
-        return value
-
-    def texts(self, key: str, default: Any = _MISSING) -> tuple[str, ...]:
-        value = self.take(key, _is_texts, "a text or a list of texts", default)
-        return (value,) if isinstance(value, str) else tuple(value)
-
-    def node(self, key: str, default: Any = _MISSING) -> _Node:
-        value = self.take(key, lambda v: isinstance(v, Mapping), "a mapping", default)
-        return self.at(key, value)
-
-    def at(self, key: str, value: Any) -> _Node:
-        return _Node(self.path, ".".join(part for part in (self.place, key) if part), value)
-
-    def done(self) -> None:
-        for key in self.rest:
-            raise self.error(str(key), f"unknown key{suggestion(str(key), self.known)}")
-
-
-def _said(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_texts(value: Any) -> bool:
-    values = [value] if isinstance(value, str) else value
-    return isinstance(values, (list, tuple)) and all(isinstance(one, str) and one for one in values)
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def load_yaml(path: Path) -> Any:
@@ -430,24 +482,43 @@ def load_yaml(path: Path) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         """A safe loader that refuses repeated keys."""
 
-    def mapping(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                line = node.value[place][0].start_mark.line + 1
-                raise TableError(f"{path}: line {line}: the key {key!r} stands twice")
-        return {
-            key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)
-        }
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for place, key in enumerate(keys):
+                if key in keys[:place]:
+                    line = node.value[place][0].start_mark.line + 1
+                    raise TableError(f"{path}: line {line}: the key {key!r} stands twice")
+            return super().construct_mapping(node, deep)
 
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:
         raise TableError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _content(path: Path) -> Any:
+    """Content of a table file, with that of the table which it extends."""
+    content = load_yaml(path)
+    if not isinstance(content, dict) or "extends" not in content:
+        return content
+    name = content.pop("extends")
+    base = table_paths().get(name)
+    if base is None or base == path:
+        raise TableError(f"{path}: extends: {name!r} is no other table{suggestion(str(name), list(table_paths()))}")
+    theirs = load_yaml(base)
+    if "extends" in theirs:
+        raise TableError(f"{path}: extends: {name} extends {theirs['extends']} itself; extend that one")
+    return _over(theirs, content)
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Two contents, the second winning; mappings are merged key by key."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
 
 
 def read_table(path: Path, name: str) -> Table:
@@ -460,220 +531,31 @@ def read_table(path: Path, name: str) -> Table:
     Raises:
         TableError: unknown or missing keys, wrong types, or names that are not there, with the file and the key.
     """
-    top = _Node(path, "", load_yaml(path))
-    full = _read_scale(top.node("full"), "full")
-    laptop_value = top.take("laptop", lambda v: isinstance(v, (str, Mapping)), "a mapping or the name of a table")
-    laptop, laptop_of = None, None
-    if isinstance(laptop_value, str):
-        laptop_of = laptop_value
-    else:
-        laptop = _read_scale(top.at("laptop", laptop_value), "laptop")
-    entries = top.take("published", lambda v: isinstance(v, list), "a list", [])
-    published = tuple(
-        _read_published(top.at(f"published[{place}]", entry), full) for place, entry in enumerate(entries)
-    )
-    table = Table(
-        name=name,
-        method=name.split("/")[0],
-        title=top.text("title"),
-        paper=top.text("paper"),
-        claim=top.text("claim"),
-        published_in=top.text("published_in", ""),
-        open=top.texts("open", ()),
-        published=published,
-        full=full,
-        laptop=laptop,
-        laptop_of=laptop_of,
-        default=top.flag("default", False),
-        path=path,
-    )
-    top.done()
-    return table
+    from verl_ext.demo.tasks import TASKS
+
+    content = _content(path)
+    if not isinstance(content, Mapping):
+        raise TableError(f"{path}: the file: a mapping is expected, not {content!r:.60}")
+    context = {"recipes": [recipe.name for recipe in recipes()], "tasks": list(TASKS)}
+    try:
+        return _TABLE.validate_python({**content, "name": name, "path": path}, context=context)
+    except ValidationError as error:
+        raise TableError(f"{path}: {_said(error)}") from error
 
 
-def _read_published(node: _Node, scale: Scale) -> Published:
-    published = Published(
-        cell=node.choice("cell", list(scale.cells)),
-        metric=node.choice("metric", list(scale.metrics)),
-        value=float(node.number("value")),
-        certainty=node.choice("certainty", CERTAINTIES),
-        relative_to=node.choice("relative_to", list(scale.cells), None),
-        note=node.text("note", ""),
-        ratio=node.flag("ratio", False),
-    )
-    node.done()
-    if published.relative_to == published.cell:
-        raise node.error("relative_to", "is the cell itself")
-    if published.ratio and published.relative_to is None:
-        raise node.error("ratio", "needs relative_to, the cell that the change in percent is measured from")
-    return published
+_TABLE = TypeAdapter(Table)
 
 
-def _read_scale(node: _Node, name: str) -> Scale:
-    known_recipes = [recipe.name for recipe in recipes()]
-    cells_node = node.node("cells")
-    cells = {
-        str(key): _read_cell(cells_node.at(str(key), value), str(key), known_recipes)
-        for key, value in cells_node.rest.items()
-    }
-    metrics_node = node.node("metrics")
-    metrics = {
-        str(key): _read_metric(metrics_node.at(str(key), value), str(key)) for key, value in metrics_node.rest.items()
-    }
-    for key, found in (("cells", cells), ("metrics", metrics)):
-        if not found:
-            raise node.error(key, "at least one is expected")
-    seeds = node.take(
-        "seeds",
-        lambda v: isinstance(v, list) and v != [] and all(_is_int(s) and s >= 0 for s in v) and len(set(v)) == len(v),
-        "a list of different whole numbers of at least 0",
-    )
-    task, steps, minutes = None, None, None
-    data: dict[str, tuple[str, ...]] = {}
-    models: tuple[str, ...] = ()
-    needs, hardware, hours = Needs(), None, None
-    if name == "laptop":
-        from verl_ext.demo.tasks import TASKS
-
-        task = node.choice("task", list(TASKS))
-        steps = node.count("steps", least=1)
-        minutes = node.number("minutes", None, least=0)
-    else:
-        steps = node.count("steps", None, least=1)
-        models = node.texts("models")
-        data_node = node.node("data")
-        data = {split: data_node.texts(split, ()) for split in ("train", "val")}
-        data_node.done()
-        needs_node = node.node("needs", {})
-        inputs = needs_node.take(
-            "inputs",
-            lambda v: isinstance(v, Mapping) and all(isinstance(x, str) and x for pair in v.items() for x in pair),
-            "a mapping from environment variable to what it holds",
-            {},
-        )
-        needs = Needs(needs_node.texts("packages", ()), dict(inputs))
-        needs_node.done()
-        hardware = _read_hardware(node.node("hardware"))
-        hours = _read_hours(node.node("hours"))
-    scale = Scale(
-        name=name,
-        cells=cells,
-        metrics=metrics,
-        baseline=node.choice("baseline", list(cells), None),
-        versus=_read_versus(node.node("versus", {}), list(cells)),
-        seeds=tuple(seeds),
-        steps=steps,
-        task=task,
-        overrides=_read_overrides(node),
-        data=data,
-        models=models,
-        needs=needs,
-        hardware=hardware,
-        hours=hours,
-        minutes=minutes,
-        claim=node.text("claim", _MISSING if name == "laptop" else ""),
-    )
-    node.done()
-    if not scale.runnable:
-        raise node.error("cells", "none of them can be run")
-    return scale
-
-
-def _read_versus(node: _Node, cells: Sequence[str]) -> dict[str, str]:
-    versus = {str(name): node.choice(name, cells) for name in list(node.rest)}
-    for name, other in versus.items():
-        if name not in cells:
-            raise node.error(name, f"{name!r} is not known{suggestion(name, cells)}")
-        if name == other:
-            raise node.error(name, "is the cell itself")
-    return versus
-
-
-def _read_hardware(node: _Node) -> Hardware:
-    hardware = Hardware(
-        nodes=node.count("nodes", least=1),
-        gpus_per_node=node.count("gpus_per_node", least=1),
-        gpu=node.text("gpu"),
-        certainty=node.choice("certainty", CERTAINTIES, "certain"),
-        note=node.text("note", ""),
-    )
-    node.done()
-    return hardware
-
-
-def _read_hours(node: _Node) -> Estimate:
-    hours = Estimate(
-        value=node.number("value", None, least=0),
-        certainty=node.choice("certainty", CERTAINTIES, "certain"),
-        note=node.text("note", ""),
-    )
-    node.done()
-    return hours
-
-
-def _read_cell(node: _Node, name: str, known: Sequence[str]) -> Cell:
-    runnable = node.flag("runnable", True)
-    names = node.texts("recipe", _MISSING if runnable else ())
-    for recipe in names:
-        if recipe not in known:
-            raise node.error("recipe", f"unknown recipe {recipe!r}{suggestion(recipe, known)}")
-    cell = Cell(
-        name=name,
-        label=node.text("label"),
-        recipe=names,
-        overrides=_read_overrides(node),
-        note=node.text("note", ""),
-        runnable=runnable,
-    )
-    node.done()
-    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
-        raise node.error("", "the name of a cell is made of letters, digits and _")
-    return cell
-
-
-def _read_overrides(node: _Node) -> dict[str, Any]:
-    overrides = node.take("overrides", lambda v: isinstance(v, Mapping), "a mapping", {})
-    for key in overrides:
-        if not isinstance(key, str) or not _KEY.match(key):
-            raise node.error("overrides", f"{key!r} is not a dotted key of Hydra (which may begin with + or ++)")
-    return dict(overrides)
-
-
-def _read_metric(node: _Node, name: str) -> MetricSpec:
-    kind = node.choice("kind", list(KINDS))
-    required, optional = KINDS[kind]
-    names = [*required, *optional]
-    options: dict[str, Any] = {}
-    for option in names:
-        if option in node.rest or option in required:
-            options[option] = _OPTIONS.get(option, _any_option)(node, option)
-    percent = node.flag("percent", False)
-    spec = MetricSpec(
-        name=name,
-        label=node.text("label"),
-        kind=kind,
-        options=options,
-        percent=percent,
-        higher=node.take("higher", lambda v: v is None or isinstance(v, bool), "true, false or null", True),
-        digits=node.count("digits", 1 if percent else 3),
-        times=float(node.number("times", 1.0)),
-    )
-    node.known += names
-    node.done()
-    return spec
-
-
-def _any_option(node: _Node, key: str) -> Any:
-    what = "a text, a number, or a list or mapping of them"
-    return node.take(key, lambda v: isinstance(v, (str, int, float, list, Mapping)), what)
-
-
-_OPTIONS: Mapping[str, Callable[[_Node, str], Any]] = {
-    "keys": _Node.texts,
-    "tokens_key": _Node.text,
-    "window": lambda node, key: node.count(key, least=1),
-    "k": lambda node, key: node.count(key, least=1),
-    "factor": lambda node, key: node.number(key, least=1),
-    "p": lambda node, key: node.number(key, least=0),
-    "threshold": _Node.number,
-}
+def _said(error: ValidationError) -> str:
+    """The first of pydantic's errors as ``key: what is wrong, not value``, with the key as it stands in the file."""
+    first = error.errors()[0]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "options"]
+    key = first.get("ctx", {}).get("key", "")
+    place = "".join([*parts, f".{key}" if key else ""]).lstrip(".")
+    if first["type"] == "missing":
+        return f"{place}: is missing"
+    if first["type"] == "table":
+        return f"{place}: {first['msg']}"
+    value = repr(first["input"])
+    text = first["msg"].replace("tuple", "list").replace("dictionary", "mapping")
+    return f"{place}: {text} (it is {value if len(value) <= 60 else f'{value[:57]}...'})"

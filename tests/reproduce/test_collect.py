@@ -28,6 +28,7 @@ from verl_ext.reproduce.collect import (
     collect,
     evaluate,
     latest_run,
+    long_log,
     verdict_of,
 )
 from verl_ext.reproduce.metrics import Interval
@@ -143,7 +144,7 @@ def test_values_means_differences_and_curves(table: Table, make: Make, tmp_path:
     assert reward.values == pytest.approx({0: 0.7, 1: 0.705, 2: 0.71})
     assert reward.mean == pytest.approx(0.705)
     assert reward.std == pytest.approx(0.005)
-    assert (reward.n, result.cells["b"].seeds) == (3, [0, 1, 2])
+    assert (len(reward.known), result.cells["b"].seeds) == (3, [0, 1, 2])
     assert result.cells["b"].rewards[1] == {1: 0.2, 2: 0.5, 3: 0.7, 4: 0.71}
     by = {(one.cell, one.metric): one for one in result.differences}
     # `tokens` never reaches 0.5 in A: there is nothing to compare.
@@ -154,7 +155,7 @@ def test_values_means_differences_and_curves(table: Table, make: Make, tmp_path:
     assert difference.interval is not None and difference.interval.low > 0
     assert result.cells["b"].metrics["tokens"].mean == 200
     never = result.cells["a"].metrics["tokens"]
-    assert never.mean is None and never.unreached == (0, 1, 2) and never.values == {0: None, 1: None, 2: None}
+    assert never.mean is None and never.unreached == [0, 1, 2] and never.values == {0: None, 1: None, 2: None}
     assert result.beside == ()
     assert result.versions["verl_ext"] and result.dates is not None
     assert result.commands[0].startswith("verl-ext reproduce run otb/ways --scale laptop --out ")
@@ -411,7 +412,7 @@ def test_values_that_are_no_numbers(table: Table, make: Make, tmp_path: Path) ->
     result = collect(table, "laptop", tmp_path / "runs")
     reward = result.cells["b"].metrics["reward"]
     assert reward.values == {0: pytest.approx(0.7), 1: None, 2: pytest.approx(0.7)}
-    assert reward.n == 2 and result.cells["b"].seeds == [0, 1, 2]
+    assert len(reward.known) == 2 and result.cells["b"].seeds == [0, 1, 2]
     assert "not a finite number at step 4" in only(result, "b/seed_1", "no value of reward")
     assert "not a finite number at step 1" in only(result, "b/seed_2", "left out there")
 
@@ -434,11 +435,11 @@ def run_of(tmp_path: Path, curves: Mapping[str, Sequence[float]], sources: Seque
     for key, values in curves.items():
         for step, value in enumerate(values, start=1):
             steps.setdefault(step, {})[key] = value
-    return Run("a", 0, tmp_path, steps, None, {}, sources)
+    return Run("a", 0, tmp_path, long_log(steps), None, {}, sources)
 
 
 def test_every_kind_of_a_table_file_has_an_evaluation() -> None:
-    assert set(collecting._EVALUATE) == set(KINDS)
+    assert {*collecting._OF_CURVE, *collecting._OF_RUN} == set(KINDS)
 
 
 def test_kinds_on_curves(tmp_path: Path) -> None:
@@ -456,6 +457,7 @@ def test_kinds_on_curves(tmp_path: Path) -> None:
     for one, expected in (
         (spec("last", keys=both), 3.0),
         (spec("last", keys=("val/x/acc",), window=2), 5.0),
+        (spec("last", keys=("actor/grad_norm",), window=10), 11 / 4),
         (spec("first", keys=both), 2.0),
         (spec("first", keys=("val/x/acc", "val/*/acc"), window=3), (3.0 + 5 / 3) / 2),
         (spec("mean", keys=("val/x/acc",)), 13 / 4),
@@ -527,6 +529,9 @@ def test_kinds_on_validation_dumps(tmp_path: Path) -> None:
     assert said == ["M: 2 tasks have fewer than 5 samples; those missing count as failed"]
     with pytest.raises(MetricMissing, match="no field 'exact'; it has acc, score"):
         evaluate(spec("avg_at_k", score_key="exact"), run)
+    # Tasks weigh the same, however many samples they have: means of 1/2 and 1; a mean over samples would be 4/6.
+    dump(tmp_path, 5, samples("u_1", [1, 0, 1, 0]) + samples("u_2", [1, 1]))
+    assert evaluate(spec("avg_at_k", k=2), run) == 0.75
     early = run_of(tmp_path, {"x": [1.0] * 4})
     with pytest.raises(
         MetricMissing, match=r"no validation dump of a step up to 4 in validation/.*validation_data_dir"

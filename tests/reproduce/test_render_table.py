@@ -179,7 +179,7 @@ def test_numbers_as_text() -> None:
     assert render.number(None, SPEC) == "-"
     assert render.summary_text(Summary({0: 0.5, 1: None}, {1: "gone"}), SPEC, 2) == "0.50 (1 of 2 seeds)"
     assert render.summary_text(Summary({0: None}), SPEC, 1) == "-"
-    assert render.summary_text(Summary({0: 4.0, 1: None}, {}, (1,)), SPEC, 2) == "not reached (1 of 2)"
+    assert render.summary_text(Summary({0: 4.0, 1: None}, {1: "not reached"}), SPEC, 2) == "not reached (1 of 2)"
     wide = Difference("b", "a", "m", -0.001, Interval(-0.001, -0.3, 0.3, 4.0), NOT_SHOWN)
     assert render.difference_texts(wide, SPEC) == ("-0.00", "[-0.30, +0.30]")
 

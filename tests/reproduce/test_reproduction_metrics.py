@@ -7,8 +7,10 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import mpmath
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,35 +25,12 @@ several = st.lists(finite, min_size=2, max_size=6)
 # --- answers to tasks ---------------------------------------------------------------------------------------------
 
 
-def test_success_rate_and_mean_score() -> None:
-    assert metrics.success_rate([True, False, True, True]) == 0.75
-    assert metrics.mean_score([0.5, 1.0, 0.0]) == 0.5
-    for function in (metrics.success_rate, metrics.mean_score):
-        with pytest.raises(ValueError, match="no episodes"):
-            function([])
-    with pytest.raises(ValueError, match="not finite"):
-        metrics.mean_score([1.0, math.nan])
-
-
-def test_avg_at_k_weighs_tasks_and_not_samples() -> None:
-    # Means of the tasks are 1/2 and 1; a mean over samples would be 4/6.
-    assert metrics.avg_at_k([[1, 0, 1, 0], [1, 1]], 2) == 0.75
-    with pytest.raises(ValueError, match="@4 needs 4 samples of each task; there is a task with 2"):
-        metrics.avg_at_k([[1, 0, 1, 0], [1, 1]], 4)
-    with pytest.raises(ValueError, match="no tasks"):
-        metrics.avg_at_k([], 1)
-    with pytest.raises(ValueError, match="at least 1"):
-        metrics.avg_at_k([[1]], 0)
-
-
 def test_pass_at_k_by_hand() -> None:
     # 1 - C(7, 2) / C(10, 2) = 1 - 21/45
     assert metrics.pass_at_k(10, 3, 2) == pytest.approx(24 / 45, rel=1e-14)
     assert metrics.pass_at_k(5, 2, 1) == pytest.approx(0.4, rel=1e-14)
     assert metrics.pass_at_k(16, 0, 16) == 0.0
     assert metrics.pass_at_k(16, 1, 16) == 1.0
-    # Three of four samples are wrong, so a draw of two can miss; of four right ones it cannot.
-    assert metrics.mean_pass_at_k([[True, False, False, False], [True] * 4], 2) == pytest.approx((0.5 + 1) / 2)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -79,44 +58,23 @@ def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
         metrics.pass_at_k(n, c, k)
 
 
-def test_fast_at_counts_correct_answers_at_the_threshold_and_above() -> None:
-    correct = [True, True, True, False, True]
-    speedup = [1.5, 1.49, 3.0, 9.0, None]
-    assert metrics.fast_at(correct, speedup, 1.5) == 0.4
-    assert metrics.fast_at(correct, speedup, 0) == 0.6  # the unmeasured one never counts
-    assert metrics.fast_at([True], [math.nan], 0) == 0.0
-    with pytest.raises(ValueError, match="5 verdicts but 4 speedups"):
-        metrics.fast_at(correct, speedup[:4], 1)
+def test_fast_counts_correct_answers_at_the_threshold_and_above() -> None:
+    correct = pandas.Series([True, True, True, False, True])
+    speedup = pandas.Series([1.5, 1.49, 3.0, 9.0, math.nan])
+    assert metrics.fast(correct, speedup, 1.5).mean() == 0.4
+    assert metrics.fast(correct, speedup, 0).mean() == 0.6  # the unmeasured one never counts
     with pytest.raises(ValueError, match="at least 0"):
-        metrics.fast_at(correct, speedup, -1)
+        metrics.fast(correct, speedup, -1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 10)), min_size=1), st.floats(0, 10), st.floats(0, 10))
-def test_fast_at_falls_with_the_threshold(rows: list[tuple[bool, float]], p: float, q: float) -> None:
-    correct, speedup = [c for c, _ in rows], [s for _, s in rows]
-    low, high = sorted((p, q))
-    assert (
-        metrics.fast_at(correct, speedup, high) <= metrics.fast_at(correct, speedup, low) <= statistics.fmean(correct)
-    )
+def test_fast_falls_with_the_threshold(rows: list[tuple[bool, float]], p: float, q: float) -> None:
+    answers = pandas.DataFrame(rows, columns=["correct", "speedup"])
+    low, high = (metrics.fast(answers["correct"], answers["speedup"], one) for one in sorted((p, q)))
+    assert (high <= low).all() and (low <= answers["correct"]).all()
 
 
 # --- curves -------------------------------------------------------------------------------------------------------
-
-
-def test_ends_of_a_curve() -> None:
-    assert metrics.last([1, 2, 4]) == 4
-    assert metrics.last([1, 2, 4], 2) == 3
-    assert metrics.first([1, 2, 4], 2) == 1.5
-    assert metrics.last([1, 3], 10) == 2
-    assert metrics.best([1, 3, 2]) == 3
-    assert metrics.best([1, 3, 2], higher=False) == 1
-    for function in (metrics.last, metrics.first):
-        with pytest.raises(ValueError, match="no values"):
-            function([])
-        with pytest.raises(ValueError, match="window"):
-            function([1.0], 0)
-    with pytest.raises(ValueError, match="no values"):
-        metrics.best([])
 
 
 def test_spike_is_the_largest_over_the_median() -> None:
@@ -126,53 +84,65 @@ def test_spike_is_the_largest_over_the_median() -> None:
     assert math.isnan(metrics.spike([]))
 
 
+def spike_steps(norms: Sequence[float], **options: float) -> list[int]:
+    return metrics.spike_steps(pandas.Series(norms, dtype=float), **options)  # type: ignore[arg-type]
+
+
 def test_spike_steps_look_back_only() -> None:
     norms = [9, 1, 1, 1, 1, 3.1, 1, 3, 1]
     # The 9 has nothing before it; 3 is not above 3 x 1.
-    assert metrics.spike_steps(norms) == [5]
-    assert metrics.spike_steps(norms, factor=2) == [5, 7]
+    assert spike_steps(norms) == [5]
+    assert spike_steps(norms, factor=2) == [5, 7]
     # A slow rise is none, however far it goes.
-    assert metrics.spike_steps([1.1**step for step in range(60)], factor=3) == []
+    assert spike_steps([1.1**step for step in range(60)], factor=3) == []
     # One step up is a spike until the median has followed: a window of 3 has it after two steps.
-    assert metrics.spike_steps([1, 1, 1, 1, 9, 9, 9, 9, 9], window=3) == [4, 5]
-    assert metrics.spike_steps([1, math.nan, 1, 1, math.inf, 9]) == [1, 4, 5]
+    assert spike_steps([1, 1, 1, 1, 9, 9, 9, 9, 9], window=3) == [4, 5]
+    assert spike_steps([1, math.nan, 1, 1, math.inf, 9]) == [1, 4, 5]
+    assert spike_steps([]) == []
     with pytest.raises(ValueError, match="factor"):
-        metrics.spike_steps(norms, factor=0)
+        spike_steps(norms, factor=0)
     with pytest.raises(ValueError, match="window"):
-        metrics.spike_steps(norms, window=2)
+        spike_steps(norms, window=2)
 
 
-@given(st.lists(st.floats(0.01, 100), max_size=30), st.floats(1, 5), st.floats(0.01, 100))
-def test_spike_steps_do_not_depend_on_the_unit(norms: list[float], factor: float, unit: float) -> None:
+@given(st.lists(st.floats(0.01, 100), max_size=60), st.floats(1, 5), st.integers(3, 25))
+def test_spike_steps_are_those_of_the_definition(norms: list[float], factor: float, window: int) -> None:
+    expected = [
+        step
+        for step, norm in enumerate(norms)
+        if step >= 3 and norm > factor * statistics.median(norms[max(0, step - window) : step])
+    ]
+    assert spike_steps(norms, factor=factor, window=window) == expected
     # Powers of two scale without rounding.
-    scale = 2.0 ** round(math.log2(unit))
-    assert metrics.spike_steps([scale * norm for norm in norms], factor) == metrics.spike_steps(norms, factor)
+    assert spike_steps([1024 * norm for norm in norms], factor=factor, window=window) == expected
+
+
+def tokens_to(tokens: dict[int, float], scores: dict[int, float], threshold: float, window: int = 1) -> float | None:
+    return metrics.tokens_to(pandas.Series(tokens), pandas.Series(scores, dtype=float), threshold, window)
 
 
 def test_tokens_to_a_score() -> None:
     tokens = {1: 100.0, 2: 200.0, 3: 300.0, 4: 400.0}
     scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.6}
-    assert metrics.tokens_to(tokens, scores, 0.5) == 300
-    assert metrics.tokens_to(tokens, scores, 0.4, window=2) == 600  # (0.5 + 0.3) / 2 at step 3
-    assert metrics.tokens_to(tokens, scores, 0.7) is None
+    assert tokens_to(tokens, scores, 0.5) == 300
+    assert tokens_to(tokens, scores, 0.4, window=2) == 600  # (0.5 + 0.3) / 2 at step 3
+    assert tokens_to(tokens, scores, 0.7) is None
     # A full window is needed: one lucky step at the start is no score.
-    assert metrics.tokens_to(tokens, {1: 0.9, 2: 0.0, 3: 0.0, 4: 0.0}, 0.5, window=2) is None
+    assert tokens_to(tokens, {1: 0.9, 2: 0.0, 3: 0.0, 4: 0.0}, 0.5, window=2) is None
+    # A mean that equals the threshold reaches it, whatever a running sum would say.
+    assert tokens_to(tokens, {1: 0.9, 2: 0.1, 3: 0.1, 4: 0.1}, 0.1, window=3) == 600
+    assert tokens_to(tokens, {1: 1e9, 2: 0.1, 3: 0.1, 4: 0.1}, 1e10, window=3) is None
     # Validation before training costs nothing, and validation at some steps pays for those between.
-    assert metrics.tokens_to(tokens, {0: 0.9}, 0.5) == 0
-    assert metrics.tokens_to(tokens, {0: 0.0, 3: 0.9}, 0.5) == 600
-    assert metrics.tokens_to(tokens, scores, 0.1, higher=False) == 100
-    assert metrics.total_tokens(tokens) == 1000
-    with pytest.raises(ValueError, match="not finite"):
-        metrics.tokens_to({1: math.nan}, scores, 0.1)
-    with pytest.raises(ValueError, match="window"):
-        metrics.tokens_to(tokens, scores, 0.1, window=0)
+    assert tokens_to(tokens, {0: 0.9}, 0.5) == 0
+    assert tokens_to(tokens, {0: 0.0, 3: 0.9}, 0.5) == 600
+    assert tokens_to(tokens, {}, 0.5) is None
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1))
 def test_a_higher_score_costs_no_fewer_tokens(values: list[float], a: float, b: float) -> None:
     scores = dict(enumerate(values, start=1))
     tokens = dict.fromkeys(scores, 10.0)
-    low, high = (metrics.tokens_to(tokens, scores, threshold) for threshold in sorted((a, b)))
+    low, high = (tokens_to(tokens, scores, threshold) for threshold in sorted((a, b)))
     assert (high is None) or (low is not None and low <= high)
 
 
@@ -253,7 +223,6 @@ def test_noise_of_one_seed_is_unknown_and_of_equal_seeds_is_none() -> None:
     assert metrics.welch([1], [1, 2, 3]) is None
     assert metrics.welch([1, 2, 3], [1]) is None
     assert metrics.mean_interval([1]) is None
-    assert metrics.deviation([1]) is None
     assert metrics.welch([2, 2], [1, 1, 1]) == Interval(1, 1, 1, math.inf)
     tiny = metrics.welch([1e-120, 3e-120], [0.0, 0.0])
     assert tiny is not None and math.isfinite(tiny.low) and tiny.dof == pytest.approx(1)
@@ -263,7 +232,6 @@ def test_interval_of_a_mean_by_hand() -> None:
     interval = metrics.mean_interval([1, 2, 3])
     assert interval is not None
     assert interval.high - 2 == pytest.approx(4.302652729911275 / math.sqrt(3), rel=1e-9)
-    assert metrics.deviation([1, 2, 3]) == 1
 
 
 @given(several, several, finite)

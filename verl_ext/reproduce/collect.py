@@ -36,7 +36,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_ext.demo.curve import smooth
+import numpy
+import pandas
+
 from verl_ext.report.logs import LogError, read_lines, read_run
 from verl_ext.reproduce import metrics
 from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
@@ -52,8 +54,10 @@ FIGURE_WINDOW = 5
 
 REWARD_KEYS = ("trajectory/reward/mean", "critic/score/mean")
 VALIDATION_KEYS = ("val-core/*/mean@*",)
+AGENT_SPIKE = "largest grad_norm of an update over the steps' median"
 
 SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "unknown"
+NOT_REACHED = "not reached"
 
 
 class CollectError(ValueError):
@@ -71,13 +75,16 @@ class Summary:
     Attributes:
         values: by seed; None where there is none.
         reasons: why not, by seed.
-        unreached: seeds whose score did not reach its threshold: they have no token cost, and without them a mean
-            would be too low.
     """
 
     values: Mapping[int, float | None]
     reasons: Mapping[int, str] = field(default_factory=dict)
-    unreached: tuple[int, ...] = ()
+
+    @property
+    def unreached(self) -> list[int]:
+        """Seeds whose score did not reach its threshold: they have no token cost, and without them a mean would be
+        too low."""
+        return [seed for seed, reason in self.reasons.items() if reason == NOT_REACHED]
 
     @property
     def known(self) -> list[float]:
@@ -92,12 +99,7 @@ class Summary:
     @property
     def std(self) -> float | None:
         """Standard deviation over seeds (ddof 1); None for fewer than two."""
-        return metrics.deviation(self.known) if not self.unreached else None
-
-    @property
-    def n(self) -> int:
-        """Number of seeds in the mean."""
-        return len(self.known)
+        return statistics.stdev(self.known) if len(self.known) > 1 and not self.unreached else None
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,14 @@ class CellResult:
     """A cell of the table.
 
     Attributes:
-        name, label, note: of the table's file.
-        runnable: False for a row that is published only.
+        cell: of the table's file.
         steps: last step that is used, by seed.
         metrics: by name.
         agents, levels: further figures that the runs log, by name of the figure by agent or level.
         rewards, validation: curves for the picture, value by step by seed.
     """
 
-    name: str
-    label: str
-    note: str
-    runnable: bool
+    cell: Cell
     steps: Mapping[int, int]
     metrics: Mapping[str, Summary]
     agents: Mapping[str, Mapping[str, Summary]]
@@ -288,7 +286,8 @@ class Run:
     Attributes:
         cell, seed: which.
         path: its folder.
-        steps: metrics by step, in order.
+        log: ``step``, ``metric`` and ``value``, a row for each value that was logged, in order of step. A value that
+            was no number is NaN.
         planned: steps that it was to make, None if unknown.
         record: its ``cell.json``.
         sources: data sets that it validates on.
@@ -297,7 +296,7 @@ class Run:
     cell: str
     seed: int
     path: Path
-    steps: Mapping[int, Mapping[str, float]]
+    log: pandas.DataFrame
     planned: int | None
     record: Mapping[str, Any]
     sources: Sequence[str] = ()
@@ -310,17 +309,22 @@ class Run:
     @property
     def end(self) -> int:
         """Last step."""
-        return max(self.steps)
+        return int(self.log["step"].max())
 
     @cached_property
-    def logged(self) -> list[str]:
-        """Names of all metrics, sorted."""
-        return sorted({key for values in self.steps.values() for key in values})
+    def curves(self) -> dict[str, pandas.Series]:
+        """Value by step of each metric, where it is logged; metrics in order of name."""
+        return {key: own.set_index("step")["value"].rename(key) for key, own in self.log.groupby("metric")}
 
     def until(self, limit: int) -> Run:
         """The run up to a step."""
-        kept = {step: values for step, values in self.steps.items() if step <= limit}
-        return replace(self, steps=kept)
+        return replace(self, log=self.log[self.log["step"] <= limit])
+
+
+def long_log(steps: Mapping[int, Mapping[str, float]]) -> pandas.DataFrame:
+    """Metrics by step as the `log` of a `Run`."""
+    rows = [(step, key, value) for step, values in sorted(steps.items()) for key, value in values.items()]
+    return pandas.DataFrame(rows, columns=["step", "metric", "value"]).astype({"value": float})
 
 
 def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
@@ -375,7 +379,10 @@ def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | 
     if log.source == "jsonl":
         back, in_order = latest_run(list(read_lines(log.path)))
         if back is not None:
-            steps = {step: {key: _number(v) for key, v in data.items()} for step, data in sorted(in_order.items())}
+            steps = {
+                step: {key: float(v) if isinstance(v, int | float) else math.nan for key, v in data.items()}
+                for step, data in in_order.items()
+            }
             last, first = back
             notes.add(
                 f"the steps of its metrics go back from {last} to {first}: two runs in one file. Of the earlier one "
@@ -386,7 +393,7 @@ def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | 
         if back is None or "steps go back" not in problem:
             notes.add(_without(folder.path, problem), name)
     planned = record.get("steps") or scale.steps
-    run = Run(folder.cell, folder.seed, folder.path, steps, planned, record, scale.data.get("val", ()))
+    run = Run(folder.cell, folder.seed, folder.path, long_log(steps), planned, record, scale.data.get("val", ()))
     if not complete:
         state = f"{record.get('state')}, at step {run.end}{_of(run.planned)}"
         notes.add(f"left out: not complete ({state}); the run command goes on with it", name)
@@ -430,30 +437,22 @@ def latest_run(
     return back, steps
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
 def _of(planned: int | None) -> str:
     return f" of {planned}" if planned else ""
 
 
 def _limits(runs: Sequence[Run], notes: Notes) -> dict[str, int]:
     """Last step that is used, by cell: the last that all runs have, of all cells that were to make as many steps."""
-    limits: dict[str, int] = {}
-    by_plan: dict[int | None, list[Run]] = {}
-    for run in runs:
-        by_plan.setdefault(run.planned, []).append(run)
-    for same in by_plan.values():
-        ends = sorted({run.end for run in same})
-        if len(ends) > 1:
-            said = ", ".join(
-                f"{run.name} at {run.end}" for run in sorted(same, key=lambda run: (run.end, run.name))[:6]
-            )
-            notes.add(f"runs end at different steps ({said}): all are used up to step {ends[0]}, the last in common")
-        for run in same:
-            limits[run.cell] = min(limits.get(run.cell, ends[0]), ends[0])
-    return limits
+    rows = [(run.cell, run.name, run.planned, run.end) for run in runs]
+    frame = pandas.DataFrame(rows, columns=["cell", "name", "planned", "end"])
+    plans = frame.groupby("planned", sort=False, dropna=False)
+    for _, same in plans:
+        if same["end"].nunique() > 1:
+            first = same.sort_values(["end", "name"]).head(6)
+            said = ", ".join(f"{name} at {end}" for name, end in zip(first["name"], first["end"], strict=True))
+            common = same["end"].min()
+            notes.add(f"runs end at different steps ({said}): all are used up to step {common}, the last in common")
+    return plans["end"].transform("min").groupby(frame["cell"]).min().to_dict()
 
 
 def _versions(runs: Sequence[Run], notes: Notes) -> dict[str, list[str]]:
@@ -515,7 +514,10 @@ def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float 
     Raises:
         MetricMissing: there is no value.
     """
-    return _EVALUATE[spec.kind](spec, run, say)
+    if spec.kind in _OF_RUN:
+        return _OF_RUN[spec.kind](spec, run, say)
+    keys = matching(_names(spec.options["keys"]), list(run.curves))
+    return statistics.fmean(_OF_CURVE[spec.kind](spec, run.curves[key], say) for key in keys)
 
 
 def matching(
@@ -552,276 +554,239 @@ def _near(pattern: str, logged: Sequence[str]) -> str:
     return f"; near are {', '.join(names)}" if names else ""
 
 
-def _series(spec: MetricSpec, run: Run) -> dict[str, dict[int, float]]:
-    """Value by step of each key of the metric."""
-    return {
-        key: {step: values[key] for step, values in run.steps.items() if key in values}
-        for key in matching(_names(spec.options["keys"]), run.logged)
-    }
-
-
-def _over_keys(one: Callable[[MetricSpec, str, dict[int, float], Say], float]) -> Callable[..., float]:
-    """An evaluation of a metric from that of one key's curve: the mean over keys."""
-
-    def evaluation(spec: MetricSpec, run: Run, say: Say) -> float:
-        return statistics.fmean(one(spec, key, curve, say) for key, curve in _series(spec, run).items())
-
-    return evaluation
-
-
-def _bad_steps(curve: Mapping[int, float]) -> list[int]:
-    return [step for step, value in curve.items() if not math.isfinite(value)]
-
-
-def _steps_text(steps: Sequence[int]) -> str:
+def _not_finite(curve: pandas.Series) -> str:
+    """The steps at which a curve is not a finite number, as a text; empty if there are none."""
+    steps = curve.index[~numpy.isfinite(curve)].tolist()
     shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-    return f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+    return "" if not steps else f"step {shown}" if len(steps) == 1 else f"steps {shown}"
 
 
-def _finite(key: str, curve: Mapping[int, float], say: Say) -> list[float]:
+def _finite(curve: pandas.Series, say: Say) -> pandas.Series:
     """The numbers of a curve; what is none is said."""
-    bad = _bad_steps(curve)
-    if bad:
-        say(f"{key} is not a finite number at {_steps_text(bad)}: left out there")
-    values = [value for value in curve.values() if math.isfinite(value)]
-    if not values:
-        raise MetricMissing(f"{key} is not a finite number at any step")
-    return values
+    if bad := _not_finite(curve):
+        say(f"{curve.name} is not a finite number at {bad}: left out there")
+    return curve[numpy.isfinite(curve)]
 
 
-def _end(spec: MetricSpec, key: str, curve: dict[int, float], say: Say) -> float:
+def _some(curve: pandas.Series, say: Say) -> pandas.Series:
+    """As `_finite`, and an error if there is none."""
+    finite = _finite(curve, say)
+    if finite.empty:
+        raise MetricMissing(f"{curve.name} is not a finite number at any step")
+    return finite
+
+
+def _end(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
     window = int(spec.options.get("window", 1))
-    used = dict(list(curve.items())[-window:] if spec.kind == "last" else list(curve.items())[:window])
-    if bad := _bad_steps(used):
-        raise MetricMissing(f"{key} is not a finite number at {_steps_text(bad)}")
-    return metrics.last(list(used.values()), window)
+    used = curve.tail(window) if spec.kind == "last" else curve.head(window)
+    if bad := _not_finite(used):
+        raise MetricMissing(f"{curve.name} is not a finite number at {bad}")
+    return statistics.fmean(used)
 
 
-def _mean(spec: MetricSpec, key: str, curve: dict[int, float], say: Say) -> float:
-    return statistics.fmean(_finite(key, curve, say))
+def _best(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
+    finite = _some(curve, say)
+    window = min(int(spec.options.get("window", 1)), len(finite))
+    means = finite.rolling(window).apply(statistics.fmean, raw=True)
+    return float(means.min() if spec.higher is False else means.max())
 
 
-def _best(spec: MetricSpec, key: str, curve: dict[int, float], say: Say) -> float:
-    values, window = _finite(key, curve, say), int(spec.options.get("window", 1))
-    return metrics.best(smooth(values, window)[min(window, len(values)) - 1 :], spec.higher is not False)
-
-
-def _spike(spec: MetricSpec, key: str, curve: dict[int, float], say: Say) -> float:
-    value = metrics.spike(_finite(key, curve, say))
+def _spike(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
+    value = metrics.spike(_some(curve, say))
     if math.isnan(value):
-        raise MetricMissing(f"the median of {key} is 0")
+        raise MetricMissing(f"the median of {curve.name} is 0")
     return value
 
 
-def _spikes(spec: MetricSpec, key: str, curve: dict[int, float], say: Say) -> float:
-    return float(len(metrics.spike_steps(list(curve.values()), spec.options.get("factor", metrics.SPIKE_FACTOR))))
+_OF_CURVE: Mapping[str, Callable[[MetricSpec, pandas.Series, Say], float]] = {
+    "last": _end,
+    "first": _end,
+    "mean": lambda spec, curve, say: statistics.fmean(_some(curve, say)),
+    "best": _best,
+    "spike": _spike,
+    "spikes": lambda spec, curve, say: float(
+        len(metrics.spike_steps(curve, spec.options.get("factor", metrics.SPIKE_FACTOR)))
+    ),
+}
+"""Kinds of metrics that are the mean over keys of what each key's curve gives."""
 
 
-def _token_counts(spec: MetricSpec, run: Run) -> dict[int, float]:
+def _token_counts(spec: MetricSpec, run: Run) -> pandas.Series:
     key = spec.options.get("tokens_key", metrics.TOKENS_KEY)
-    counts = {step: values[key] for step, values in run.steps.items() if key in values}
-    if not counts:
-        raise MetricMissing(f"no metric {key!r} is logged{_near(key, run.logged)}")
-    missing = [step for step in range(1, run.end + 1) if not math.isfinite(counts.get(step, math.nan))]
-    if missing:
-        raise MetricMissing(f"{key} is not known at {_steps_text(missing)}")
+    if key not in run.curves:
+        raise MetricMissing(f"no metric {key!r} is logged{_near(key, list(run.curves))}")
+    counts = run.curves[key]
+    if bad := _not_finite(counts.reindex(range(1, run.end + 1))):
+        raise MetricMissing(f"{key} is not known at {bad}")
     return counts
 
 
 def _tokens(spec: MetricSpec, run: Run, say: Say) -> float:
-    return metrics.total_tokens(_token_counts(spec, run))
+    return math.fsum(_token_counts(spec, run))
 
 
 def _tokens_to(spec: MetricSpec, run: Run, say: Say) -> float | None:
-    curves = _series(spec, run)
-    steps = set.intersection(*(set(curve) for curve in curves.values()))
-    joint = {step: statistics.fmean(curve[step] for curve in curves.values()) for step in sorted(steps)}
-    if bad := _bad_steps(joint):
-        say(f"{', '.join(curves)} is not a finite number at {_steps_text(bad)}: left out there")
-    scores = {step: value for step, value in joint.items() if math.isfinite(value)}
+    keys = matching(_names(spec.options["keys"]), list(run.curves))
+    joint = pandas.concat([run.curves[key] for key in keys], axis=1, join="inner").sort_index()
+    scores = _finite(joint.agg(statistics.fmean, axis=1).rename(", ".join(keys)), say)
     # `higher` speaks of the cost; a score is reached from below.
     return metrics.tokens_to(_token_counts(spec, run), scores, spec.options["threshold"], spec.options.get("window", 1))
 
 
-# --- validation dumps ---------------------------------------------------------------------------------------------
-
-
-def _dumped_tasks(spec: MetricSpec, run: Run, say: Say) -> list[list[list[Mapping[str, Any]]]]:
-    """Records by data source, task and sample; one source if none is asked for."""
+def _samples(spec: MetricSpec, run: Run, say: Say) -> pandas.DataFrame:
+    """Samples of the last validation with their ``source``, which is the same for all if none is asked for."""
     try:
-        dump = read_dump(last_dump(run.path / VALIDATION_FOLDER, run.end))
-        groups = [list(dump.samples)]
+        dump = last_dump(run.path / VALIDATION_FOLDER, run.end)
+        samples, problems = read_dump(dump)
+        samples = samples.assign(source="")
         wanted = _names(spec.options.get("source", ()))
         # With one data set there is nothing to tell apart.
         if wanted and len(run.sources) != 1:
-            sources, problems = sources_of(dump, run.sources)
+            sources, unplaced = sources_of(dump, run.sources)
             names = matching(
                 wanted, sorted(set(sources.values())), "sample of data source", "is in the validation dump"
             )
-            groups = [[sample for sample in dump.samples if sources.get(sample.task) == name] for name in names]
-            for text in problems:
-                say(text)
+            samples["source"] = samples["task"].map(sources)
+            samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
     except DumpMissing as error:
         raise MetricMissing(str(error)) from error
-    for text in dump.problems:
+    for text in problems:
         say(text)
-    out = []
-    for own in groups:
-        tasks: dict[str, list[Mapping[str, Any]]] = {}
-        for sample in own:
-            tasks.setdefault(sample.task, []).append(sample.fields)
-        out.append(list(tasks.values()))
-    return out
+    return samples
 
 
-def _field(record: Mapping[str, Any], spec: MetricSpec, option: str, names: Sequence[str]) -> float:
-    """A number of a sample; NaN if it is null."""
+def _field(samples: pandas.DataFrame, spec: MetricSpec, option: str, names: Sequence[str]) -> pandas.Series:
+    """A number of each sample; NaN if it is null."""
     wanted = [spec.options[option]] if option in spec.options else names
     for name in wanted:
-        if name in record:
-            value = record[name]
-            return float(value) if isinstance(value, int | float) else math.nan
-    raise MetricMissing(
-        f"the validation dump has no field {' or '.join(map(repr, wanted))}; it has {', '.join(sorted(record))}"
-    )
+        if name in samples:
+            return samples[name].map(lambda value: float(value) if isinstance(value, int | float) else math.nan)
+    there = ", ".join(sorted(set(samples) - {"task", "source"}))
+    raise MetricMissing(f"the validation dump has no field {' or '.join(map(repr, wanted))}; it has {there}")
 
 
-def _scores(spec: MetricSpec, run: Run, say: Say, least: int) -> list[list[list[float]]]:
-    """Scores by source, task and sample. A sample without a score has failed; so have those missing up to `least`."""
-    out = []
-    short = 0
-    for tasks in _dumped_tasks(spec, run, say):
-        rows = [[_field(record, spec, "score_key", ("acc", "score")) for record in task] for task in tasks]
-        rows = [[0.0 if math.isnan(score) else score for score in task] for task in rows]
-        short += sum(len(task) < least for task in rows)
-        out.append([task + [0.0] * (least - len(task)) for task in rows])
-    if short:
-        say(f"{spec.label}: {short} tasks have fewer than {least} samples; those missing count as failed")
-    return out
+def _score(samples: pandas.DataFrame, spec: MetricSpec) -> pandas.Series:
+    return _field(samples, spec, "score_key", ("acc", "score"))
 
 
-def _avg_at_k(spec: MetricSpec, run: Run, say: Say) -> float:
-    least = int(spec.options.get("k", 1))
-    return statistics.fmean(metrics.avg_at_k(tasks, least) for tasks in _scores(spec, run, say, least))
+def _over_tasks(samples: pandas.DataFrame, values: pandas.Series, of_task: Callable[[pandas.Series], float]) -> float:
+    """Mean over sources of the mean over tasks of what a task's values give."""
+    tasks = values.groupby([samples["source"], samples["task"]]).agg(of_task)
+    return statistics.fmean(tasks.groupby("source").agg(statistics.fmean))
 
 
-def _pass_at_k(spec: MetricSpec, run: Run, say: Say) -> float:
-    k = int(spec.options["k"])
-    return statistics.fmean(
-        metrics.mean_pass_at_k([[score >= 1.0 for score in task] for task in tasks], k)
-        for tasks in _scores(spec, run, say, k)
-    )
+def _at_k(spec: MetricSpec, run: Run, say: Say) -> float:
+    """avg@k or pass@k. A sample without a score has failed; so have those that are missing up to k.
+
+    With more than k samples of a task all of them are used: the expectation is the same and the noise is less.
+    """
+    k = int(spec.options.get("k", 1))
+    samples = _samples(spec, run, say)
+    scores = _score(samples, spec).fillna(0.0)
+    if short := int((scores.groupby([samples["source"], samples["task"]]).size() < k).sum()):
+        say(f"{spec.label}: {short} tasks have fewer than {k} samples; those missing count as failed")
+    if spec.kind == "avg_at_k":
+        return _over_tasks(samples, scores, lambda task: math.fsum(task) / max(len(task), k))
+    correct = scores >= 1.0
+    return _over_tasks(samples, correct, lambda task: metrics.pass_at_k(max(len(task), k), int(task.sum()), k))
 
 
 def _fast_at(spec: MetricSpec, run: Run, say: Say) -> float:
-    shares = []
-    for tasks in _dumped_tasks(spec, run, say):
-        own = []
-        for task in tasks:
-            correct = [_field(record, spec, "score_key", ("acc", "score")) >= 1.0 for record in task]
-            speedup = [_field(record, spec, "speedup_key", ("speedup",)) for record in task]
-            own.append(metrics.fast_at(correct, speedup, spec.options["p"]))
-        shares.append(statistics.fmean(own))
-    return statistics.fmean(shares)
+    samples = _samples(spec, run, say)
+    speedup = _field(samples, spec, "speedup_key", ("speedup",))
+    fast = metrics.fast(_score(samples, spec) >= 1.0, speedup, spec.options["p"])
+    return _over_tasks(samples, fast.astype(float), statistics.fmean)
 
 
-_EVALUATE: Mapping[str, Callable[[MetricSpec, Run, Say], float | None]] = {
-    "last": _over_keys(_end),
-    "first": _over_keys(_end),
-    "mean": _over_keys(_mean),
-    "best": _over_keys(_best),
-    "spike": _over_keys(_spike),
-    "spikes": _over_keys(_spikes),
+_OF_RUN: Mapping[str, Callable[[MetricSpec, Run, Say], float | None]] = {
     "tokens": _tokens,
     "tokens_to": _tokens_to,
-    "avg_at_k": _avg_at_k,
-    "pass_at_k": _pass_at_k,
+    "avg_at_k": _at_k,
+    "pass_at_k": _at_k,
     "fast_at": _fast_at,
 }
+"""The other kinds."""
 
 
 # --- cells and their differences ----------------------------------------------------------------------------------
 
 
 def _cell_result(cell: Cell, scale: Scale, runs: Mapping[int, Run], notes: Notes) -> CellResult:
-    summaries = {}
-    for name, spec in scale.metrics.items():
-        values: dict[int, float | None] = {}
-        reasons: dict[int, str] = {}
-        unreached = []
-        for seed, run in sorted(runs.items()):
-            try:
-                value = evaluate(spec, run, lambda text, run=run: notes.add(text, run.name))  # type: ignore[misc]
-            except MetricMissing as error:
-                values[seed], reasons[seed] = None, str(error)
-                notes.add(f"no value of {spec.label}: {error}", run.name)
-                continue
-            if value is None:
-                unreached.append(seed)
-                reasons[seed] = "not reached"
-            values[seed] = None if value is None else value * spec.times * (100 if spec.percent else 1)
-        summaries[name] = Summary(values, reasons, tuple(unreached))
-    logged = sorted({key for run in runs.values() for key in run.logged})
+    runs = dict(sorted(runs.items()))
+    log = pandas.concat([run.log.assign(seed=seed) for seed, run in runs.items()] or [long_log({}).assign(seed=0)])
+    log["value"] = log["value"].where(numpy.isfinite(log["value"]))
+    keys = sorted(log["metric"].unique())
+    rewards = [_curves(log, (key,)) for key in REWARD_KEYS]
     return CellResult(
-        name=cell.name,
-        label=cell.label,
-        note=cell.note,
-        runnable=cell.runnable,
-        steps={seed: run.end for seed, run in sorted(runs.items())},
-        metrics=summaries,
-        agents=_agent_figures(logged, runs),
-        levels=_figures(metrics.level_figures(logged), runs),
-        rewards={seed: _curve(run, REWARD_KEYS[:1]) or _curve(run, REWARD_KEYS[1:]) for seed, run in runs.items()},
-        validation={seed: _curve(run, VALIDATION_KEYS) for seed, run in runs.items()},
+        cell=cell,
+        steps={seed: run.end for seed, run in runs.items()},
+        metrics={name: _summary(spec, runs, notes) for name, spec in scale.metrics.items()},
+        agents=_agents(metrics.agent_figures(keys), log, list(runs)),
+        levels=_figures(metrics.level_figures(keys), log, list(runs)),
+        rewards={seed: rewards[0].get(seed) or rewards[1].get(seed, {}) for seed in runs},
+        validation=_curves(log, VALIDATION_KEYS),
     )
 
 
-def _figures(keys: Mapping[str, Mapping[str, str]], runs: Mapping[int, Run]) -> dict[str, dict[str, Summary]]:
+def _summary(spec: MetricSpec, runs: Mapping[int, Run], notes: Notes) -> Summary:
+    values: dict[int, float | None] = {}
+    reasons: dict[int, str] = {}
+    for seed, run in runs.items():
+        values[seed] = None
+        try:
+            value = evaluate(spec, run, lambda text, run=run: notes.add(text, run.name))  # type: ignore[misc]
+        except MetricMissing as error:
+            reasons[seed] = str(error)
+            notes.add(f"no value of {spec.label}: {error}", run.name)
+            continue
+        if value is None:
+            reasons[seed] = NOT_REACHED
+        else:
+            values[seed] = value * spec.times * (100 if spec.percent else 1)
+    return Summary(values, reasons)
+
+
+def _by_seed(values: Mapping[int, float], seeds: Sequence[int]) -> Summary:
+    return Summary({seed: float(values[seed]) if seed in values else None for seed in seeds})
+
+
+def _figures(
+    keys: Mapping[str, Mapping[str, str]], log: pandas.DataFrame, seeds: Sequence[int]
+) -> dict[str, dict[str, Summary]]:
     """Means over the last steps of figures that are shown beside the table."""
-    out: dict[str, dict[str, Summary]] = {}
-    for name, figures in keys.items():
-        for figure, key in figures.items():
-            values: dict[int, float | None] = {}
-            for seed, run in sorted(runs.items()):
-                curve = [step[key] for step in run.steps.values() if math.isfinite(step.get(key, math.nan))]
-                values[seed] = metrics.last(curve, FIGURE_WINDOW) if curve else None
-            out.setdefault(name, {})[figure] = Summary(values)
-    return out
+    ends = log.dropna().groupby(["metric", "seed"])["value"].agg(lambda own: statistics.fmean(own.tail(FIGURE_WINDOW)))
+    means = {key: own.droplevel("metric").to_dict() for key, own in ends.groupby("metric")}
+    return {
+        name: {figure: _by_seed(means.get(key, {}), seeds) for figure, key in own.items()} for name, own in keys.items()
+    }
 
 
-AGENT_SPIKE = "largest grad_norm of an update over the steps' median"
-
-
-def _agent_figures(logged: Sequence[str], runs: Mapping[int, Run]) -> dict[str, dict[str, Summary]]:
+def _agents(
+    keys: Mapping[str, Mapping[str, str]], log: pandas.DataFrame, seeds: Sequence[int]
+) -> dict[str, dict[str, Summary]]:
     """Figures of the agents of a team, with the spikes of their gradients' norms where those are logged."""
-    agents = metrics.agent_figures(logged)
-    if len(agents) < 2:  # what a lone agent does is in the table already
+    if len(keys) < 2:  # what a lone agent does is in the table already
         return {}
-    out = _figures(agents, runs)
-    for name in agents:
-        values: dict[int, float | None] = {}
-        for seed, run in sorted(runs.items()):
+    out = _figures(keys, log, seeds)
+    known = log.dropna()
+    for name in keys:
+        spikes = {}
+        for seed, own in known.groupby("seed"):
             norms, peaks = (
-                [v for v in (step.get(f"agent/{name}/grad_norm/{kind}", math.nan) for step in run.steps.values())
-                 if math.isfinite(v)]
-                for kind in ("mean", "max")
-            )  # fmt: skip
-            value = metrics.spike(norms, peaks)
-            values[seed] = value if math.isfinite(value) else None
-        if any(value is not None for value in values.values()):
-            out[name][AGENT_SPIKE] = Summary(values)
+                own.loc[own["metric"] == f"agent/{name}/grad_norm/{kind}", "value"] for kind in ("mean", "max")
+            )
+            spikes[seed] = metrics.spike(norms, peaks)
+        spikes = {seed: value for seed, value in spikes.items() if math.isfinite(value)}
+        if spikes:
+            out[name][AGENT_SPIKE] = _by_seed(spikes, seeds)
     return out
 
 
-def _curve(run: Run, patterns: Sequence[str]) -> dict[int, float]:
-    """Mean by step over the logged metrics that match; steps without a finite value are left out."""
-    keys = [key for key in run.logged if any(fnmatchcase(key, pattern) for pattern in patterns)]
-    out = {}
-    for step, values in run.steps.items():
-        own = [values[key] for key in keys if key in values]
-        if own and all(map(math.isfinite, own)):
-            out[step] = statistics.fmean(own)
-    return out
+def _curves(log: pandas.DataFrame, patterns: Sequence[str]) -> dict[int, dict[int, float]]:
+    """By seed and step the mean over the metrics that match; a step is left out where one of them is not finite."""
+    keys = [key for key in log["metric"].unique() if any(fnmatchcase(key, pattern) for pattern in patterns)]
+    means = log[log["metric"].isin(keys)].groupby(["seed", "step"])["value"].agg(statistics.fmean).dropna()
+    return {seed: curve.droplevel("seed").to_dict() for seed, curve in means.groupby("seed")}
 
 
 def _differences(scale: Scale, cells: Mapping[str, CellResult]) -> list[Difference]:

@@ -11,45 +11,21 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from verl_ext.reproduce import plan
+
+TEXTS = ("input", "output", "gts")
+Stamp = tuple[int, int]
 
 
 class DumpMissing(ValueError):
     """There is no dump to use, or it does not say what is asked; the message says what is missing."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample of a task.
-
-    Attributes:
-        task: tells tasks apart.
-        fields: of its last output, without the texts.
-    """
-
-    task: str
-    fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Dump:
-    """A validation.
-
-    Attributes:
-        path: the file.
-        samples: in the order of the file.
-        problems: what is not whole.
-    """
-
-    path: Path
-    samples: tuple[Sample, ...]
-    problems: tuple[str, ...]
 
 
 def last_dump(folder: Path, limit: int) -> Path:
@@ -71,75 +47,24 @@ def last_dump(folder: Path, limit: int) -> Path:
     return files[max(steps)]
 
 
-def read_dump(path: Path) -> Dump:
-    """Read a dump; a line that is not whole is left out and said.
+def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
+    """Samples of a dump, each by its last output; a line that is not whole is left out and said.
+
+    Returns:
+        A row a sample, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without
+        its texts; and what is not whole, a sentence each.
 
     Raises:
         DumpMissing: there is no sample in it.
     """
-    return _read(path, _stamp(path))
+    return _samples(path, _stamp(path))
 
 
-Stamp = tuple[int, int]
-
-
-def _stamp(path: Path) -> Stamp:
-    """Changes when the file does."""
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
-
-
-@lru_cache(maxsize=64)
-def _read(path: Path, stamp: Stamp) -> Dump:
-    # Many metrics are read from one dump; its texts, which are nearly all of it, are not kept.
-    broken = 0
-    samples: dict[str, tuple[int, Sample]] = {}
-    for number, record in enumerate(_records(path)):
-        if record is None:
-            broken += 1
-            continue
-        task, sample, output = _identity(record, number)
-        if sample not in samples or output > samples[sample][0]:
-            fields = {key: value for key, value in record.items() if key not in ("input", "output", "gts")}
-            samples[sample] = (output, Sample(task, fields))
-    if not samples:
-        raise DumpMissing(f"{path.parent.name}/{path.name} has no sample")
-    name = f"{path.parent.name}/{path.name}"
-    problems = (f"{name}: {broken} of its lines are not whole; the others are used",) if broken else ()
-    return Dump(path, tuple(sample for _, sample in samples.values()), problems)
-
-
-def _records(path: Path) -> list[dict[str, Any] | None]:
-    out: list[dict[str, Any] | None] = []
-    for line in path.read_bytes().split(b"\n"):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            out.append(record if isinstance(record, dict) else None)
-    return out
-
-
-def _identity(record: Mapping[str, Any], number: int) -> tuple[str, str, int]:
-    """Task, sample and output of a record.
-
-    A record without a uid of that form is a sample of its own, of the task that its input text says.
-    """
-    parts = str(record.get("uid", "")).rsplit("_", 2)
-    if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
-        return parts[0], f"{parts[0]}_{parts[1]}", int(parts[2])
-    return str(record.get("input", "")), f"line {number}", 0
-
-
-# --- data sources -------------------------------------------------------------------------------------------------
-
-
-def sources_of(dump: Dump, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Which task is from which data source.
+def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Which task of a dump is from which data source.
 
     Args:
-        dump: of a validation.
+        path: of the dump.
         sets: names of the data sets that were validated on.
 
     Returns:
@@ -148,9 +73,10 @@ def sources_of(dump: Dump, sets: Sequence[str]) -> tuple[dict[str, str], list[st
     Raises:
         DumpMissing: it cannot be told; the message says why.
     """
-    said = {sample.task: str(sample.fields["data_source"]) for sample in dump.samples if "data_source" in sample.fields}
-    if said:
-        return said, []
+    samples, _ = read_dump(path)
+    if "data_source" in samples:
+        known = samples.dropna(subset="data_source")
+        return dict(zip(known["task"], known["data_source"].astype(str), strict=True)), []
     files = [Path(plan.data_file(name)) for name in sets]
     missing = [name for name, file in zip(sets, files, strict=True) if not file.exists()]
     if missing:
@@ -158,60 +84,90 @@ def sources_of(dump: Dump, sets: Sequence[str]) -> tuple[dict[str, str], list[st
             f"data sources cannot be told: the dump does not say them (the reward function may return data_source), "
             f"and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not prepared here"
         )
-    return _placed(dump.path, _stamp(dump.path), tuple((file, _stamp(file)) for file in files))
+    return _placed(path, _stamp(path), tuple((file, _stamp(file)) for file in files))
+
+
+def _stamp(path: Path) -> Stamp:
+    """Changes when the file does."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
+    """A row an output, with ``task``, ``sample`` and ``turn`` of its uid; and the number of lines that are not whole.
+
+    A record without a uid of that form is a sample of its own, of the task that its input text says.
+    """
+    records: list[Any] = []
+    for line in path.read_bytes().split(b"\n"):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                records.append(None)
+    whole = [record for record in records if isinstance(record, dict)]
+    if not whole:
+        raise DumpMissing(f"{path.parent.name}/{path.name} has no sample")
+    frame = pandas.DataFrame(whole)
+    texts = frame.reindex(columns=["uid", "input"]).astype(object).fillna("").astype(str)
+    uid = texts["uid"].str.extract(r"^(.*)_(\d+)_(\d+)$")
+    other = uid[0].isna()
+    frame["task"] = uid[0].where(~other, texts["input"])
+    frame["sample"] = uid[1].where(~other, [f"line {number}" for number in frame.index])
+    frame["turn"] = uid[2].where(~other, "0").astype(int)
+    frame["input"] = texts["input"]
+    return frame, len(records) - len(whole)
+
+
+# Many metrics are read from one dump; its texts, which are nearly all of it, are not kept.
+@lru_cache(maxsize=64)
+def _samples(path: Path, stamp: Stamp) -> tuple[pandas.DataFrame, list[str]]:
+    outputs, broken = _outputs(path)
+    last = outputs.groupby(["task", "sample"], sort=False)["turn"].idxmax()
+    samples = outputs.loc[last].drop(columns=["turn", "sample", *TEXTS], errors="ignore")
+    problem = f"{path.parent.name}/{path.name}: {broken} of its lines are not whole; the others are used"
+    return samples, [problem] if broken else []
 
 
 @lru_cache(maxsize=64)
 def _placed(path: Path, stamp: Stamp, files: tuple[tuple[Path, Stamp], ...]) -> tuple[dict[str, str], list[str]]:
-    known: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for file, own_stamp in files:
-        for truth, question, source in _questions(file, own_stamp):
-            known[truth].append((question, source))
-    inputs: dict[str, list[str]] = defaultdict(list)
-    truths: dict[str, str] = {}
-    seen: dict[str, str] = {}
-    for number, record in enumerate(_records(path)):
-        if record is not None:
-            task, sample, _ = _identity(record, number)
-            # All outputs of a task's first sample: not every agent of a team is shown the question.
-            if seen.setdefault(task, sample) == sample:
-                inputs[task].append(str(record.get("input", "")))
-                truths[task] = _key(record.get("gts"))
+    known = pandas.concat([_questions(*file) for file in files]).groupby("truth")
+    outputs, _ = _outputs(path)
+    # All outputs of a task's first sample: not every agent of a team is shown the question.
+    outputs = outputs[outputs["sample"] == outputs.groupby("task")["sample"].transform("first")]
+    tasks = outputs.groupby("task", sort=False)
     placed: dict[str, str] = {}
     twins: dict[tuple[str, ...], int] = defaultdict(int)
-    for task, texts in inputs.items():
-        own = known.get(truths[task], [])
-        if len({source for _, source in own}) > 1:
-            own = [(question, source) for question, source in own if any(question in text for text in texts)]
-            longest = max((len(question) for question, _ in own), default=0)
-            own = [(question, source) for question, source in own if len(question) == longest]
-        found = sorted({source for _, source in own})
-        if found:
+    for task, own in tasks:
+        truth = _key(own["gts"].iloc[-1] if "gts" in own else None)
+        if truth not in known.groups:
+            continue
+        rows = known.get_group(truth)
+        if rows["source"].nunique() > 1:
+            rows = rows[[any(question in text for text in own["input"]) for question in rows["question"]]]
+            rows = rows[rows["question"].str.len() == rows["question"].str.len().max()]
+        if len(found := sorted(set(rows["source"]))):
             # A question that stands in several data sets is a task of each of them.
-            place = (truths[task], *found)
+            place = (truth, *found)
             placed[task] = found[twins[place] % len(found)]
             twins[place] += 1
-    problems = []
-    if len(placed) < len(inputs):
-        text = f"{len(inputs) - len(placed)} of {len(inputs)} tasks are in none of the prepared data sets: left out"
-        problems.append(f"{path.parent.name}/{path.name}: {text}")
-    return placed, problems
+    problem = f"{len(tasks) - len(placed)} of {len(tasks)} tasks are in none of the prepared data sets: left out"
+    return placed, [f"{path.parent.name}/{path.name}: {problem}"] if len(placed) < len(tasks) else []
 
 
 @lru_cache(maxsize=32)
-def _questions(file: Path, stamp: Stamp) -> list[tuple[str, str, str]]:
-    """Ground truth, last message of the prompt and data source of every row of a prepared data set."""
+def _questions(file: Path, stamp: Stamp) -> pandas.DataFrame:
+    """``truth``, ``question`` (the prompt's last message) and ``source`` of every row of a prepared data set."""
     from pyarrow import parquet
 
     rows = parquet.read_table(file, columns=["prompt", "data_source", "reward_model"]).to_pylist()
-    return [
-        (
-            _key((row["reward_model"] or {}).get("ground_truth")),
-            str(row["prompt"][-1]["content"]).strip() if row["prompt"] else "",
-            str(row["data_source"]),
-        )
-        for row in rows
-    ]
+    return pandas.DataFrame(
+        {
+            "truth": [_key((row["reward_model"] or {}).get("ground_truth")) for row in rows],
+            "question": [str(row["prompt"][-1]["content"]).strip() if row["prompt"] else "" for row in rows],
+            "source": [str(row["data_source"]) for row in rows],
+        }
+    )
 
 
 def _key(truth: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantities that papers report, as functions of plain numbers, and the statistics of their comparison.
+"""The quantities that papers report, as functions of numbers, and the statistics of their comparison.
 
 Nothing here reads files or imports torch. What a table's metric is made of these functions by its ``kind`` is said in
 :mod:`verl_ext.reproduce.collect`, which applies them to what a run has logged.
@@ -7,11 +7,15 @@ Nothing here reads files or imports torch. What a table's metric is made of thes
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy
+import pandas
 
 SPIKE_FACTOR = 3.0
 SPIKE_WINDOW = 20
@@ -22,40 +26,6 @@ TOKENS_KEY = "perf/total_num_tokens"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Answers to tasks
-
-
-def success_rate(successes: Sequence[bool]) -> float:
-    """Share of episodes that succeeded (ALFWorld, WebShop), in [0, 1].
-
-    Raises:
-        ValueError: there is no episode.
-    """
-    return _mean([float(bool(one)) for one in successes], "success rate of no episodes")
-
-
-def mean_score(scores: Sequence[float]) -> float:
-    """Mean score of episodes, whatever their scale (WebShop's task score is in [0, 1], shown times 100).
-
-    Raises:
-        ValueError: there is no episode, or a score is not finite.
-    """
-    return _mean(scores, "mean score of no episodes")
-
-
-def avg_at_k(tasks: Sequence[Sequence[float]], k: int) -> float:
-    """avg@k: the mean over tasks of the mean over a task's samples.
-
-    With more than `k` samples of a task all of them are used: the expectation is the same and the noise is less.
-
-    Args:
-        tasks: correctness (0 or 1) or scores of each task's samples.
-        k: samples that a task must have at least.
-
-    Raises:
-        ValueError: no tasks, `k` below 1, or a task with fewer than `k` samples.
-    """
-    _enough(tasks, k)
-    return statistics.fmean(statistics.fmean(samples) for samples in tasks)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -85,93 +55,27 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(samples - correct + 1, samples + 1)))
 
 
-def mean_pass_at_k(tasks: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean over tasks of :func:`pass_at_k`.
-
-    Args:
-        tasks: correctness of each task's samples.
-        k: as in :func:`pass_at_k`.
-
-    Raises:
-        ValueError: no tasks, or one with fewer than `k` samples.
-    """
-    _enough(tasks, k)
-    return statistics.fmean(pass_at_k(len(task), sum(map(bool, task)), k) for task in tasks)
-
-
-def fast_at(correct: Sequence[bool], speedup: Sequence[float | None], p: float) -> float:
-    """Fast@p: share of tasks whose answer is correct and at least `p` times as fast as the reference.
+def fast(correct: pandas.Series, speedup: pandas.Series, p: float) -> pandas.Series:
+    """Which answers count for Fast@p: correct, and at least `p` times as fast as the reference.
 
     KernelBench (arXiv 2502.10517) writes "greater than p", Dr. Kernel (arXiv 2602.05885) reports ">= p"; the latter is
     used. A correct answer without a measured speedup does not count.
 
     Args:
-        correct: one a task (or a sample of a task: the mean over samples is then meant).
-        speedup: time of the reference over time of the answer; None or NaN where nothing was measured.
+        correct: one a sample, bool.
+        speedup: time of the reference over time of the answer; NaN where nothing was measured.
         p: threshold, at least 0.
 
     Raises:
-        ValueError: no tasks, lists of different length, or p below 0.
+        ValueError: p below 0.
     """
-    if len(correct) != len(speedup):
-        raise ValueError(f"Fast@p: {len(correct)} verdicts but {len(speedup)} speedups")
     if not p >= 0:
         raise ValueError(f"Fast@p: p must be at least 0, not {p}")
-    fast = [bool(c) and s is not None and s >= p for c, s in zip(correct, speedup, strict=True)]
-    return _mean([float(one) for one in fast], "Fast@p of no tasks")
-
-
-def _enough(tasks: Sequence[Sequence[float]], k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1, not {k}")
-    if not tasks:
-        raise ValueError(f"@{k} of no tasks")
-    least = min(map(len, tasks))
-    if least < k:
-        raise ValueError(f"@{k} needs {k} samples of each task; there is a task with {least}")
-
-
-def _mean(values: Sequence[float], empty: str) -> float:
-    if not values:
-        raise ValueError(empty)
-    if not all(map(math.isfinite, values)):
-        raise ValueError("a value is not finite")
-    return statistics.fmean(values)
+    return correct & (speedup >= p)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Curves of a run
-
-
-def last(values: Sequence[float], window: int = 1) -> float:
-    """Mean of the last `window` values (of all, if there are fewer).
-
-    Raises:
-        ValueError: no values or a window below 1.
-    """
-    _window(window)
-    return _mean(values[-window:], "no values")
-
-
-def first(values: Sequence[float], window: int = 1) -> float:
-    """Mean of the first `window` values (of all, if there are fewer).
-
-    Raises:
-        ValueError: no values or a window below 1.
-    """
-    _window(window)
-    return _mean(values[:window], "no values")
-
-
-def best(values: Sequence[float], higher: bool = True) -> float:
-    """The largest value, or the smallest where lower is better.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no values")
-    return max(values) if higher else min(values)
 
 
 def spike(norms: Sequence[float], peaks: Sequence[float] | None = None) -> float:
@@ -181,19 +85,20 @@ def spike(norms: Sequence[float], peaks: Sequence[float] | None = None) -> float
         norms: of the steps (mean over a step's updates).
         peaks: largest norm of a step's updates, if it is known beside the mean.
     """
-    middle = statistics.median(norms) if norms else 0.0
-    return max(peaks or norms) / middle if middle > 0 else math.nan
+    middle = statistics.median(norms) if len(norms) else 0.0
+    largest = norms if peaks is None or not len(peaks) else peaks
+    return max(largest) / middle if middle > 0 else math.nan
 
 
-def spike_steps(norms: Sequence[float], factor: float = SPIKE_FACTOR, window: int = SPIKE_WINDOW) -> list[int]:
-    """Positions of gradient-norm spikes: values above `factor` times the running median.
+def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int = SPIKE_WINDOW) -> list[int]:
+    """Steps with a gradient-norm spike: a value above `factor` times the running median.
 
-    The running median of a position is that of the `window` values before it, itself excluded. The first
-    `SPIKE_EARLIER` positions have too little before them and are never spikes. A value that is not finite is one
-    wherever it stands, and is left out of the medians.
+    The running median of a step is that of the `window` values before it, itself excluded. The first `SPIKE_EARLIER`
+    values have too little before them and are never spikes. A value that is not finite is one wherever it stands, and
+    is left out of the medians.
 
     Args:
-        norms: one a step, not negative.
+        norms: by step, not negative.
         factor: above 0.
         window: at least `SPIKE_EARLIER`.
 
@@ -204,62 +109,28 @@ def spike_steps(norms: Sequence[float], factor: float = SPIKE_FACTOR, window: in
         raise ValueError(f"the factor must be above 0, not {factor}")
     if window < SPIKE_EARLIER:
         raise ValueError(f"the window must be at least {SPIKE_EARLIER}, not {window}")
-    out, earlier = [], list[float]()
-    for position, norm in enumerate(norms):
-        if not math.isfinite(norm):
-            out.append(position)
-            continue
-        if len(earlier) >= SPIKE_EARLIER and norm > factor * statistics.median(earlier[-window:]):
-            out.append(position)
-        earlier.append(norm)
-    return out
+    finite = norms[numpy.isfinite(norms)]
+    median = finite.rolling(window, min_periods=SPIKE_EARLIER).median().shift()
+    # The median is unknown (NaN) for the first ones, and nothing is above that.
+    return sorted({*norms.index.difference(finite.index), *finite.index[finite > factor * median]})
 
 
-def tokens_to(
-    tokens: Mapping[int, float],
-    scores: Mapping[int, float],
-    threshold: float,
-    window: int = 1,
-    higher: bool = True,
-) -> float | None:
+def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, window: int = 1) -> float | None:
     """Token cost of a score: tokens of all steps up to the first at which the running mean reaches the threshold.
 
     Args:
         tokens: by training step, the tokens of its batch.
-        scores: by step; may be known at some steps only, and at step 0 (before training, at no cost).
+        scores: by step, in order; may be known at some steps only, and at step 0 (before training, at no cost).
         threshold: in the unit of the scores.
         window: logged scores in the running mean; it is defined once there are that many.
-        higher: True if scores above the threshold reach it, False if those below do.
 
     Returns:
         Tokens, or None if the threshold is not reached.
-
-    Raises:
-        ValueError: a window below 1, or tokens that are not finite.
     """
-    _window(window)
-    steps = sorted(scores)
-    for position in range(window - 1, len(steps)):
-        mean = statistics.fmean(scores[step] for step in steps[position + 1 - window : position + 1])
-        if mean >= threshold if higher else mean <= threshold:
-            return total_tokens({step: count for step, count in tokens.items() if step <= steps[position]})
-    return None
-
-
-def total_tokens(tokens: Mapping[int, float]) -> float:
-    """Sum over steps.
-
-    Raises:
-        ValueError: a count is not finite.
-    """
-    if not all(map(math.isfinite, tokens.values())):
-        raise ValueError("a number of tokens is not finite")
-    return math.fsum(tokens.values())
-
-
-def _window(window: int) -> None:
-    if window < 1:
-        raise ValueError(f"the window must be at least 1, not {window}")
+    # The exactly rounded mean: a score that equals the threshold reaches it.
+    means = scores.rolling(window).apply(statistics.fmean, raw=True)
+    reached = means.index[means >= threshold]
+    return math.fsum(tokens[tokens.index <= reached[0]]) if len(reached) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -268,45 +139,36 @@ def _window(window: int) -> None:
 AGENT_FIGURES = ("score/mean", "gradient_energy_share", "grad_norm/mean")
 LEVEL_FIGURES = ("usable_share", "group_size/mean")
 
-_LEVEL = re.compile(r"^(?P<method>[^/]+)/level_(?P<level>\d+)/(?P<figure>.+)$")
 
-
-def agent_figures(keys: Iterable[str], figures: Sequence[str] = AGENT_FIGURES) -> dict[str, dict[str, str]]:
+def agent_figures(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Which logged keys say what of which agent (``agent/<name>/<figure>``).
 
-    Args:
-        keys: names of logged metrics.
-        figures: those that are wanted.
-
     Returns:
-        Key by figure by agent, agents in order of name, figures in the order given.
+        Key by figure by agent, agents in order of name, figures in that of `AGENT_FIGURES`.
     """
-    found: dict[str, dict[str, str]] = {}
-    known = set(keys)
-    for figure in figures:
-        for key in sorted(known):
-            if key.startswith("agent/") and key.endswith(f"/{figure}"):
-                name = key[len("agent/") : -len(figure) - 1]
-                if name:
-                    found.setdefault(name, {})[figure] = key
-    return {name: found[name] for name in sorted(found)}
+    return _figures(keys, r"agent/(.+)", AGENT_FIGURES)
 
 
-def level_figures(keys: Iterable[str], figures: Sequence[str] = LEVEL_FIGURES) -> dict[str, dict[str, str]]:
+def level_figures(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Which logged keys say what of which level of a hierarchy of groups (``<method>/level_<k>/<figure>``).
 
     Returns:
-        Key by figure by ``<method> level <k>``, levels in order.
+        Key by figure by ``<method> level <k>``, levels in order, figures in that of `LEVEL_FIGURES`.
     """
-    found: dict[tuple[str, int], dict[str, str]] = {}
-    for key in keys:
-        match = _LEVEL.match(key)
-        if match and match["figure"] in figures:
-            found.setdefault((match["method"], int(match["level"])), {})[match["figure"]] = key
-    return {
-        f"{method} level {level}": {figure: own[figure] for figure in figures if figure in own}
-        for (method, level), own in sorted(found.items())
-    }
+    found = _figures(keys, r"([^/]+/level_\d+)", LEVEL_FIGURES)
+    levels = {name: name.split("/level_") for name in found}
+    order = sorted(levels, key=lambda name: (levels[name][0], int(levels[name][1])))
+    return {" level ".join(levels[name]): found[name] for name in order}
+
+
+def _figures(keys: Iterable[str], owner: str, figures: Sequence[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    known = sorted(set(keys))
+    for figure in figures:
+        for key in known:
+            if match := re.fullmatch(f"{owner}/{re.escape(figure)}", key):
+                found.setdefault(match[1], {})[figure] = key
+    return dict(sorted(found.items()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,11 +194,6 @@ class Interval:
         """Is `value` inside (ends included, and rounding forgiven)?"""
         slack = 1e-9 * max(abs(self.low), abs(self.high))
         return self.low - slack <= value <= self.high + slack
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation of a sample (ddof 1); None for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval | None:
@@ -381,11 +238,12 @@ def welch(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -
     return Interval(difference, difference - half, difference + half, dof)
 
 
+@functools.lru_cache(maxsize=1024)
 def student_t_quantile(probability: float, dof: float) -> float:
-    """Quantile of Student's t distribution.
+    """Quantile of Student's t distribution, to 1e-9 of the probability and far better for the usual levels.
 
-    With y = t^2 / (t^2 + dof) the distribution of |t| is the regularised incomplete beta function I_y(1/2, dof/2)
-    (Abramowitz and Stegun 26.7.1 and 26.5), which is inverted by bisection.
+    With t = sqrt(dof) tan(a) the density is that of cos(a)^(dof - 1), which is integrated from 0 to the angle by Gauss
+    and Legendre's rule and inverted by bisection; the integral to pi/2 is known (Abramowitz and Stegun 6.2.1).
 
     Args:
         probability: in (0, 1).
@@ -398,49 +256,17 @@ def student_t_quantile(probability: float, dof: float) -> float:
         raise ValueError(f"the probability must lie in (0, 1), not {probability}")
     if not 1 <= dof < math.inf:
         raise ValueError(f"the degrees of freedom must be at least 1 and finite, not {dof}")
-    if probability < 0.5:
-        return -student_t_quantile(1 - probability, dof)
-    inside = 2 * probability - 1
-    low, high = 0.0, 1.0
-    while True:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if incomplete_beta(middle, 0.5, dof / 2) < inside:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(dof * high / (1 - high)) if inside > 0 else 0.0
+    nodes, weights = _gauss_legendre()
+    whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
+    inside = abs(2 * probability - 1)  # of |t|
+    low, high = 0.0, math.pi / 2 if inside else 0.0
+    while low < (middle := (low + high) / 2) < high:
+        integral = middle / 2 * float(weights @ numpy.cos(middle * (nodes + 1) / 2) ** (dof - 1))
+        low, high = (middle, high) if integral < inside * whole else (low, middle)
+    return math.copysign(math.sqrt(dof) * math.tan(high), probability - 0.5)
 
 
-def incomplete_beta(x: float, a: float, b: float) -> float:
-    """Regularised incomplete beta function I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8).
-
-    Args:
-        x: in [0, 1].
-        a, b: above 0.
-    """
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast below the mode only
-        return 1 - incomplete_beta(1 - x, b, a)
-    scale = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b))
-    # Modified Lentz: numerators 1, d_1, d_2, ...; all denominators 1.
-    tiny = 1e-300
-    fraction, upper, lower = 1.0, 1.0, 0.0
-    for step in range(1, 10_000):
-        m = step // 2
-        if step == 1:
-            numerator = -(a + b) * x / (a + 1)
-        elif step % 2:
-            numerator = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            numerator = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        lower = 1 + numerator * lower
-        lower = 1 / (lower if abs(lower) > tiny else tiny)
-        upper = 1 + numerator / upper
-        upper = upper if abs(upper) > tiny else tiny
-        fraction *= upper * lower
-        if abs(upper * lower - 1) < 1e-16:
-            break
-    return scale / (a * fraction)
+@functools.cache
+def _gauss_legendre() -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Nodes in (-1, 1) and weights."""
+    return numpy.polynomial.legendre.leggauss(256)

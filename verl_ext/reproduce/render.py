@@ -110,7 +110,7 @@ def summary_text(summary: Summary, spec: MetricSpec, seeds: int) -> str:
     text = number(summary.mean, spec, size=size)
     if summary.std is not None:
         text += f" ± {number(summary.std, spec, size=size)}"
-    return text + (f" ({summary.n} of {seeds} seeds)" if summary.n < seeds else "")
+    return text + (f" ({len(summary.known)} of {seeds} seeds)" if len(summary.known) < seeds else "")
 
 
 def difference_texts(difference: Difference, spec: MetricSpec) -> tuple[str, str]:
@@ -180,9 +180,9 @@ def markdown(result: Result) -> str:
     out += [f"Claim ({table.paper}): {table.claim}", ""]
     if scale.name == "laptop":
         out += [f"Tested here: {scale.claim}", ""]
-    cells = [cell for cell in result.cells.values() if cell.seeds or not cell.runnable]
+    cells = [cell for cell in result.cells.values() if cell.seeds or not cell.cell.runnable]
     shown = [cell for cell in cells if cell.seeds]
-    titles = [cell.label + (" (baseline)" if cell.name == scale.baseline else "") for cell in shown]
+    titles = [cell.cell.label + (" (baseline)" if cell.cell.name == scale.baseline else "") for cell in shown]
     rows = [
         [title, *(summary_text(cell.metrics[name], spec, len(cell.seeds)) for name, spec in scale.metrics.items()),
          str(len(cell.seeds))]
@@ -202,7 +202,7 @@ def markdown(result: Result) -> str:
     out += _paper_part(result)
     out += _figure_part("Agents", "agent", [(cell, cell.agents) for cell in shown])
     out += _figure_part("Levels of the hierarchy of groups", "level", [(cell, cell.levels) for cell in shown])
-    notes = [f"{cell.label}: {cell.note}" for cell in shown if cell.note]
+    notes = [f"{cell.cell.label}: {cell.cell.note}" for cell in shown if cell.cell.note]
     if notes:
         out += ["## Cells", "", *_items(notes), ""]
     if result.problems:
@@ -222,13 +222,13 @@ def _difference_part(result: Result) -> list[str]:
         own = {(one.cell, one.metric): one for one in result.differences if one.baseline == other}
         rows, lacking = [], []
         for cell in dict.fromkeys(name for name, _ in own):
-            label = result.cells[cell].label
+            label = result.cells[cell].cell.label
             for metric, spec in scale.metrics.items():
                 if one := own.get((cell, metric)):
                     rows.append([label, head(spec), *difference_texts(one, spec), verdict_text(result, one)])
                 else:
                     lacking.append(f"{label} in {spec.label}")
-        out += [f"## Difference to {result.cells[other].label}", ""]
+        out += [f"## Difference to {result.cells[other].cell.label}", ""]
         out += [*_table(["", "metric", "difference", "95 % interval", "verdict"], rows), ""]
         if lacking:
             out += [f"No difference, since one side has no value: {'; '.join(lacking)}.", ""]
@@ -332,7 +332,7 @@ def _figure_part(
     for cell, own in cells:
         for name, values in own.items():
             texts = [summary_text(values[key], spec, len(cell.seeds)) if key in values else "-" for key in figures]
-            rows.append([cell.label, name, *texts])
+            rows.append([cell.cell.label, name, *texts])
     return [
         f"## {title}",
         "",
@@ -351,7 +351,9 @@ def _run_part(result: Result, cells: Sequence[CellResult]) -> list[str]:
     for cell in cells:
         ends = sorted(set(cell.steps.values()))
         steps = f"{ends[0]}" if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
-        facts.append(f"{cell.label} (`{cell.name}`): seeds {', '.join(map(str, cell.seeds))}; steps used: {steps}")
+        facts.append(
+            f"{cell.cell.label} (`{cell.cell.name}`): seeds {', '.join(map(str, cell.seeds))}; steps used: {steps}"
+        )
     if scale.task:
         facts.append(f"task: `{scale.task}` on the embedded CPU model")
     if scale.models:
@@ -406,7 +408,7 @@ def csv_text(result: Result) -> str:
         for name, spec in result.scale.metrics.items():
             summary = cell.metrics[name]
             row: dict[str, Any] = {
-                "scale": result.scale.name, "cell": cell.name, "label": cell.label, "metric": name,
+                "scale": result.scale.name, "cell": cell.cell.name, "label": cell.cell.label, "metric": name,
                 "percent": spec.percent, "higher": spec.higher, "mean": summary.mean, "std": summary.std,
                 "seeds": len(cell.seeds),
                 "values": " ".join(f"{s}:{'' if v is None else v}" for s, v in sorted(summary.values.items())),
@@ -420,7 +422,7 @@ def csv_text(result: Result) -> str:
                     "low": one.interval and one.interval.low,
                     "high": one.interval and one.interval.high,
                 }
-                for one in differences.get((cell.name, name), [])
+                for one in differences.get((cell.cell.name, name), [])
             ]
             # A quantity may be published twice, as itself and as a difference.
             papers: list[dict[str, Any]] = [
@@ -432,7 +434,7 @@ def csv_text(result: Result) -> str:
                     "paper_gap": entry.gap,
                     "paper_verdict": paper_verdict(entry),
                 }
-                for entry in beside.get((cell.name, name), [])
+                for entry in beside.get((cell.cell.name, name), [])
             ]
             first, *further = against or [{}]
             writer.writerows(row | first | paper for paper in papers or [{}])
@@ -461,7 +463,7 @@ def plain(result: Result) -> dict[str, Any]:
         },
         "cells": {
             name: {
-                "label": cell.label,
+                "label": cell.cell.label,
                 "steps": {str(seed): step for seed, step in cell.steps.items()},
                 "metrics": {metric: _plain_summary(summary) for metric, summary in cell.metrics.items()},
                 "agents": _plain_figures(cell.agents),
@@ -503,7 +505,7 @@ def _plain_summary(summary: Summary) -> dict[str, Any]:
     return {
         "mean": summary.mean,
         "std": summary.std,
-        "n": summary.n,
+        "n": len(summary.known),
         "values": {str(seed): value for seed, value in sorted(summary.values.items())},
         "reasons": {str(seed): reason for seed, reason in sorted(summary.reasons.items())},
     }
@@ -537,9 +539,9 @@ def draw(result: Result, path: Path) -> None:
 
     scale = result.scale
     cells = [cell for cell in result.cells.values() if cell.seeds]
-    colours = {cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(cells)}
+    colours = {cell.cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(cells)}
     curves = [
-        (label, {cell.name: list(curves_of(cell).values()) for cell in cells}, width)
+        (label, {cell.cell.name: list(curves_of(cell).values()) for cell in cells}, width)
         for label, curves_of, width in (
             ("training reward (mean of 5 steps)", lambda cell: cell.rewards, 5),
             ("validation", lambda cell: cell.validation, 1),
@@ -549,7 +551,7 @@ def draw(result: Result, path: Path) -> None:
     papers = _paper_marks(result)
     base = result.cells[scale.baseline] if scale.baseline else None
     rows_of_cells = [
-        cell for cell in result.cells.values() if cell.seeds or any(cell.name in p for p in papers.values())
+        cell for cell in result.cells.values() if cell.seeds or any(cell.cell.name in p for p in papers.values())
     ]
     panels = len(curves) + len(scale.metrics)
     columns = min(PANELS_A_ROW, panels)
@@ -560,10 +562,10 @@ def draw(result: Result, path: Path) -> None:
     )
     places = list(axes.flat)
     for axis, (label, own, width) in zip(places, curves, strict=False):
-        _draw_curves(axis, own, colours, {cell.name: cell.label for cell in cells}, label, width)
+        _draw_curves(axis, own, colours, {cell.cell.name: cell.cell.label for cell in cells}, label, width)
     for place, (name, spec) in enumerate(scale.metrics.items(), start=len(curves)):
         marks = papers.get(name, {})
-        own_rows = [cell for cell in rows_of_cells if cell.seeds or cell.name in marks]
+        own_rows = [cell for cell in rows_of_cells if cell.seeds or cell.cell.name in marks]
         _draw_metric(places[place], name, spec, own_rows, colours, marks)
         if base is not None and (mean := base.metrics[name].mean) is not None:
             places[place].axvline(mean, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
@@ -629,7 +631,7 @@ def _draw_metric(
 ) -> None:
     """A row a cell: seeds as points, their mean as a bar across the row."""
     for row, cell in enumerate(cells):
-        summary, colour = cell.metrics[name], colours.get(cell.name, "#555555")
+        summary, colour = cell.metrics[name], colours.get(cell.cell.name, "#555555")
         known = summary.known
         # Seeds with nearly the same value lie beside each other instead of on top.
         spread = [0.16 * (place - (len(known) - 1) / 2) for place in range(len(known))]
@@ -640,11 +642,11 @@ def _draw_metric(
             said = f"not reached ({len(summary.unreached)} of {len(cell.seeds)})" if summary.unreached else "no value"
             axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=7,
                       color="#555555")  # fmt: skip
-        if cell.name in papers:
-            value, certainty = papers[cell.name]
+        if cell.cell.name in papers:
+            value, certainty = papers[cell.cell.name]
             alpha = 1.0 if certainty == "certain" else 0.45
             axis.scatter([value], [row], marker="D", s=42, facecolor="none", edgecolor="black", alpha=alpha, zorder=4)
-    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.label, 20) for cell in cells], fontsize=8)
+    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.cell.label, 20) for cell in cells], fontsize=8)
     axis.set_ylim(len(cells) - 0.5, -0.5)
     axis.set_title(head(spec), fontsize=9)
     axis.grid(alpha=0.3, axis="x")

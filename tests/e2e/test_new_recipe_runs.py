@@ -15,13 +15,13 @@ from verl_ext.new_recipe import new_recipe
 
 
 @pytest.mark.e2e
-def test_a_package_written_by_new_recipe_trains_two_steps(cold_lab: Lab, tmp_path: Path) -> None:
+def test_a_package_written_by_new_recipe_trains_two_steps(lab: Lab, tmp_path: Path) -> None:
     folder = new_recipe("centred", tmp_path)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(folder)], check=True)
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
     overrides = ["algorithm.centred.scale=3.0"]
-    run = cold_lab.run("centred", "[centred,cpu]", overrides, environment={"PYTHONPATH": path}).check()
+    run = lab.run("centred", "[centred,cpu]", overrides, environment={"PYTHONPATH": path}).check()
     assert set(run.metrics) == {1, 2} and run.metrics[1]["centred/group_size/mean"] == 4
     rows = run.rows(1)
     for prompt in {row["index"] for row in rows}:

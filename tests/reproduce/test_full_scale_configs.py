@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
+from verl_ext.cli import main as cli
 from verl_ext.integration import launch
 from verl_ext.reproduce import plan, scripts
 from verl_ext.reproduce.prepare import find_source
 from verl_ext.reproduce.tables import Cell, Table, find_table, tables
 
-SCRIPTS = Path(__file__).parents[2] / "examples" / "reproduce"
 TABLES = tables()
 #: Every cell; those after a table's first two are marked slow, since each composition takes a third of a second.
 CELLS = [
@@ -339,16 +339,12 @@ def test_data_sets_are_known(table: Table) -> None:
 # --- launch scripts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_script_in_examples_is_made_from_the_table(table: Table) -> None:
-    path = SCRIPTS / scripts.file_name(table)
-    remedy = "run python -m verl_ext.reproduce.scripts --write examples/reproduce"
-    assert path.is_file(), remedy
-    assert path.read_text(encoding="utf-8") == scripts.script(table), remedy
-
-
-def test_no_script_is_left_over() -> None:
-    assert {path.name for path in SCRIPTS.glob("*.sh")} == {scripts.file_name(table) for table in TABLES}
+def printed(table: Table, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The script that the command prints, as a file."""
+    assert cli(["reproduce", "script", table.name]) == 0
+    path = folder / scripts.file_name(table)
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    return path
 
 
 def run_script(path: Path, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -372,11 +368,12 @@ def run_script(path: Path, folder: Path, *arguments: str, **environment: str) ->
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_script_says_what_run_says(table: Table, tmp_path: Path) -> None:
+def test_script_says_what_run_says(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = printed(table, tmp_path, capsys)
     for cell in (table.full.cells[name] for name in table.full.runnable):
         given = {name: INPUTS[name] for name in table.full.needs.inputs}
         done = run_script(
-            SCRIPTS / scripts.file_name(table),
+            path,
             tmp_path,
             cell.name,
             "1",
@@ -396,8 +393,8 @@ def test_script_says_what_run_says(table: Table, tmp_path: Path) -> None:
         assert sorted(words[2:-1]) == sorted(expected)
 
 
-def test_script_without_what_it_needs(tmp_path: Path) -> None:
-    path = SCRIPTS / "dr_mas_search.sh"
+def test_script_without_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = printed(find_table("dr_mas/search"), tmp_path, capsys)
     for arguments, environment, message in (
         ((), {}, "usage: bash dr_mas_search.sh CELL"),
         (("grpo",), {}, "RETRIEVER_URL"),
@@ -407,15 +404,3 @@ def test_script_without_what_it_needs(tmp_path: Path) -> None:
         assert done.returncode != 0 and message in done.stderr
         assert done.stdout == ""
     assert not (tmp_path / "out").exists()
-
-
-def test_scripts_are_written_and_old_ones_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "gone.sh").write_text("# python -m verl_ext.reproduce.scripts --write examples/reproduce\n")
-    (tmp_path / "own.sh").write_text("echo mine\n")
-    assert scripts.main(["--write", str(tmp_path)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(TABLES)
-    assert {path.name for path in tmp_path.glob("*.sh")} == {"own.sh", *map(scripts.file_name, TABLES)}
-    assert scripts.main(["kpo"]) == 0
-    assert capsys.readouterr().out == scripts.script(find_table("kpo/math"))
-    assert scripts.main(["nothing"]) == 2
-    assert "unknown table 'nothing'" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from otb_runs import CELL, LAPTOP, OTB, begin, finish, log
 
 from verl_ext.cli import main
 from verl_ext.reproduce import needs, plan, runs, submit
-from verl_ext.reproduce.run import INTERRUPTED, jobs
+from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 from verl_ext.reproduce.run import run as run_here
 from verl_ext.reproduce.tables import find_table, scale_of
 
@@ -210,7 +210,7 @@ def test_two_processes_cannot_run_one_folder(tmp_path: Path) -> None:
 def test_all_cells_of_a_seed_come_before_the_next_seed(tmp_path: Path) -> None:
     cells = [LAPTOP.cells["group_mean_n4"], CELL]
     finish(tmp_path, seed=1)
-    found = jobs(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=[])
+    found = jobs(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path))
     assert [(job.cell.name, job.seed, job.done) for job in found] == [
         ("group_mean_n4", 0, False), ("otb_n4", 0, False), ("group_mean_n4", 1, False), ("otb_n4", 1, True),
     ]  # fmt: skip
@@ -358,14 +358,14 @@ def test_jobs_are_named_by_table_cell_and_seed(
     monkeypatch.setenv("VERL_EXT_HOME", "/a home")
     finish(tmp_path, seed=1, extra=("a=b c",))
     cells = [LAPTOP.cells["group_mean_n4"], CELL]
-    tasks = submit.tasks_of(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=["a=b c"])
+    tasks = submit.tasks_of(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=["a=b c"]))
     assert "otb_n4, seed 1: complete in" in capsys.readouterr().out
     names = [(name, seed) for name, seed in (("group_mean_n4", 0), ("otb_n4", 0), ("group_mean_n4", 1))]
     assert [task.name for task in tasks] == [f"verl_ext.otb.samples.laptop.{name}.seed_{seed}" for name, seed in names]
     words = shlex.split(tasks[1].entrypoint)
     assert words[:4] == [sys.executable, "-m", "verl_ext.cli", "reproduce"] and words[-1] == "a=b c"
     assert " --cell otb_n4 --seeds 0 " in tasks[1].entrypoint and " --no-collect --steps 2 " in tasks[1].entrypoint
-    (blind,) = submit.tasks_of(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, extra=[], check=False)
+    (blind,) = submit.tasks_of(Request(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, check=False))
     assert " --no-check " in blind.entrypoint and "--no-check" not in tasks[0].entrypoint
     assert tasks[1].environment == {"VERL_EXT_HOME": "/a home"}
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"
@@ -384,7 +384,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
 ) -> None:
     folder = begin(tmp_path)
     log(folder, 0, 1, 2)
-    assert run_here(OTB, LAPTOP, [CELL], (0,), steps=2, out=tmp_path, collect=False) == 0
+    assert run_here(Request(OTB, LAPTOP, [CELL], (0,), steps=2, out=tmp_path, collect=False)) == 0
     assert "was at step 2, goes on" in capsys.readouterr().out
     (run,) = runs.find_runs(tmp_path, OTB, "laptop")
     assert run.complete
@@ -396,7 +396,7 @@ def test_runs_that_fail_are_named_and_the_rest_is_run_and_collected(
     """A trainer that ends at once."""
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     cell = OTB.full.cells["otb_n4"]
-    assert run_here(OTB, OTB.full, [cell], (0, 1), out=tmp_path, check=False) == 1
+    assert run_here(Request(OTB, OTB.full, [cell], (0, 1), out=tmp_path, check=False)) == 1
     said = capsys.readouterr()
     assert "failed: otb_n4, seed 0; otb_n4, seed 1; the same command tries them again" in said.err
     assert "no complete run of otb/samples at full scale" in said.err and "[2/2]" in said.out
@@ -413,7 +413,7 @@ def test_nothing_is_run_when_a_folder_is_refused(tmp_path: Path) -> None:
     record = json.loads((folder / "cell.json").read_text())
     runs.write_record(folder, {**record, "seed": 7})
     with pytest.raises(runs.RunError, match="seed 7"):
-        run_here(OTB, LAPTOP, [CELL], (0, 1), steps=2, out=tmp_path)
+        run_here(Request(OTB, LAPTOP, [CELL], (0, 1), steps=2, out=tmp_path))
     assert not runs.folder_of(tmp_path, OTB, LAPTOP, "otb_n4", 0).exists()
     assert INTERRUPTED == 130
 

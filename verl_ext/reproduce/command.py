@@ -293,8 +293,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import submit
-    from verl_ext.reproduce.run import run as run_here
+    from verl_ext.reproduce import run, submit
 
     table, scale = _chosen(args)
     cells = find_cells(scale, _split(args, "cell"))
@@ -302,34 +301,14 @@ def _run(args: argparse.Namespace) -> int:
     extra = _overrides(args)
     if scale.name == "laptop":
         print("Laptop scale: a test of the claim's direction, not the paper's number.", flush=True)
+    request = run.Request(
+        table, scale, cells, seeds, args.steps, args.out, extra, collect=not args.no_collect, check=not args.no_check
+    )
     if args.submit is not None:
-        return submit.main(
-            table,
-            scale,
-            cells,
-            seeds,
-            address=args.submit,
-            steps=args.steps,
-            out=args.out,
-            extra=extra,
-            wait=not args.no_wait,
-            at_once=args.at_once,
-            collect=not args.no_collect,
-            check=not args.no_check,
-        )
+        return submit.main(request, args.submit, wait=not args.no_wait, at_once=args.at_once)
     if args.no_wait or args.at_once != 1:
         raise UsageError("--at-once and --no-wait are for jobs of a cluster: give its --submit ADDRESS as well")
-    return run_here(
-        table,
-        scale,
-        cells,
-        seeds,
-        steps=args.steps,
-        out=args.out,
-        extra=extra,
-        collect=not args.no_collect,
-        check=not args.no_check,
-    )
+    return run.run(request)
 
 
 def _collect(args: argparse.Namespace) -> int:

@@ -17,15 +17,36 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
+@dataclass
+class Request:
+    """What is to be run."""
+
+    table: Table
+    scale: Scale  # the table's
+    cells: Sequence[Cell]
+    seeds: Sequence[int]
+    steps: int | None = None  # training steps instead of the scale's
+    out: Path = runs.DEFAULT_OUT  # folder of all runs
+    extra: Sequence[str] = ()  # Hydra overrides, applied last
+    collect: bool = True  # write and print the table afterwards
+    check: bool = True  # look for what is missing first
+
+    def __post_init__(self) -> None:
+        self.out = self.out.absolute()
+        if self.steps is None:
+            self.steps = self.scale.steps
+
+    def collected(self) -> int:
+        """Write and print the table; the exit code of ``collect``."""
+        from verl_ext.reproduce import render
+
+        print(flush=True)
+        return render.main(self.table, self.scale.name, self.out)
+
+
 @dataclass(frozen=True)
 class Job:
-    """One run to be made.
-
-    Attributes:
-        cell, seed: which.
-        folder: of the run.
-        done: whether it is complete.
-    """
+    """One run to be made, and whether it is complete."""
 
     cell: Cell
     seed: int
@@ -38,16 +59,7 @@ class Job:
         return f"{self.cell.name}, seed {self.seed}"
 
 
-def jobs(
-    table: Table,
-    scale: Scale,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    *,
-    steps: int | None,
-    out: Path,
-    extra: Sequence[str],
-) -> list[Job]:
+def jobs(request: Request) -> list[Job]:
     """The runs of cells and seeds, all cells of a seed before the next seed: an interrupted table has fewer seeds.
 
     Nothing is written.
@@ -55,15 +67,17 @@ def jobs(
     Raises:
         RunError: a run folder holds something else, or was begun with other settings.
     """
-    found = []
-    for seed in seeds:
-        for cell in cells:
-            folder, _, done = runs.examine(table, scale, cell, seed, steps=steps, extra=extra, out=out)
+    one, found = request, []
+    for seed in one.seeds:
+        for cell in one.cells:
+            folder, _, done = runs.examine(
+                one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out
+            )
             found.append(Job(cell, seed, folder, done))
     return found
 
 
-def run_cell(table: Table, scale: Scale, job: Job, *, steps: int | None, out: Path, extra: Sequence[str]) -> int:
+def run_cell(request: Request, job: Job) -> int:
     """Start one run, or go on with it.
 
     Returns:
@@ -73,8 +87,9 @@ def run_cell(table: Table, scale: Scale, job: Job, *, steps: int | None, out: Pa
         RunError: the folder cannot be used, or another process is at it.
         ImportError: a package is missing to make the model and data of the laptop scale.
     """
+    one, steps = request, request.steps
     with runs.locked(job.folder):
-        runs.begin(table, scale, job.cell, job.seed, steps=steps, extra=extra, out=out)
+        runs.begin(one.table, one.scale, job.cell, job.seed, steps=steps, extra=one.extra, out=one.out)
         if steps is not None and runs.steps_of(job.folder) >= steps:
             print("all steps are logged: it was stopped after the last one", flush=True)
             runs.end(job.folder, runs.COMPLETE, 0, 0.0)
@@ -82,10 +97,7 @@ def run_cell(table: Table, scale: Scale, job: Job, *, steps: int | None, out: Pa
         started = time.monotonic()
         state, code = runs.STARTED, INTERRUPTED
         try:
-            if scale.name == "laptop":
-                code = _laptop(table, scale, job, steps, extra)
-            else:
-                code = _full(table, scale, job, steps, extra)
+            code = _train(request, job)
             reached = runs.steps_of(job.folder)
             if code == 0 and steps is not None and reached < steps:
                 print(f"the trainer ended at step {reached} of {steps}; see {job.folder / 'log.txt'}", file=sys.stderr)
@@ -102,46 +114,23 @@ def run_cell(table: Table, scale: Scale, job: Job, *, steps: int | None, out: Pa
     return code
 
 
-def _laptop(table: Table, scale: Scale, job: Job, steps: int | None, extra: Sequence[str]) -> int:
-    from verl_ext.demo.run import run_task
+def _train(request: Request, job: Job) -> int:
+    from verl_ext.demo.run import run_task, start_trainer
     from verl_ext.demo.tasks import TASKS
 
-    task = TASKS[str(scale.task)]
-    words = [*plan.laptop_overrides(table, job.cell, job.seed, job.folder), *extra]
-    total = task.settings.steps if steps is None else steps
-    return run_task(task, job.cell.recipe, steps=total, seed=job.seed, out=job.folder, extra=words)
-
-
-def _full(table: Table, scale: Scale, job: Job, steps: int | None, extra: Sequence[str]) -> int:
-    from verl_ext.demo.run import start_trainer
-
+    table, scale, steps = request.table, request.scale, request.steps
+    if scale.name == "laptop":
+        assert scale.task is not None and steps is not None  # the tables' reader demands them of a laptop scale
+        words = [*plan.laptop_overrides(table, job.cell, job.seed, job.folder), *request.extra]
+        task = TASKS[scale.task]
+        return run_task(task, job.cell.recipe, steps=steps, seed=job.seed, out=job.folder, extra=words)
     words = plan.full_words(table, job.cell, job.seed, job.folder, steps=steps)
     words = [plan.expand(word, scale.needs.inputs, os.environ) for word in words]
-    return start_trainer([*words, *extra], job.folder, steps)
+    return start_trainer([*words, *request.extra], job.folder, steps)
 
 
-def run(
-    table: Table,
-    scale: Scale,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    *,
-    steps: int | None = None,
-    out: Path = runs.DEFAULT_OUT,
-    extra: Sequence[str] = (),
-    collect: bool = True,
-    check: bool = True,
-) -> int:
+def run(request: Request) -> int:
     """Run cells and seeds of a table and collect it.
-
-    Args:
-        table, scale: what to run; the scale is the table's.
-        cells, seeds: of it.
-        steps: training steps instead of the scale's.
-        out: folder of all runs.
-        extra: Hydra overrides, applied last.
-        collect: write and print the table afterwards.
-        check: look for what is missing first.
 
     Returns:
         0 if all runs are complete; 1 if something is missing before the start; else the code of the first run that
@@ -150,19 +139,17 @@ def run(
     Raises:
         RunError: a run folder holds something else, or was begun with other settings; nothing was started.
     """
-    out = out.absolute()
-    steps = scale.steps if steps is None else steps
-    found = jobs(table, scale, cells, seeds, steps=steps, out=out, extra=extra)
-    waiting = [job for job in found if not job.done]
-    if check and waiting:
-        missing = needs.lacks(table, scale, [job.cell for job in waiting], extra, sums=True)
+    table, scale = request.table, request.scale
+    found = jobs(request)
+    waiting = [job.cell for job in found if not job.done]
+    if request.check and waiting:
+        missing = needs.lacks(table, scale, waiting, request.extra, sums=True)
         if missing:
             print(f"{table.name} cannot be run at {scale.name} scale here:", file=sys.stderr)
-            for one in missing:
-                print(f"  - {one}", file=sys.stderr)
+            for lack in missing:
+                print(f"  - {lack}", file=sys.stderr)
             return 1
-    first, stopped = 0, False
-    failed: list[str] = []
+    first, stopped, failed = 0, False, []
     for number, job in enumerate(found, start=1):
         head = f"[{number}/{len(found)}] {table.name} ({scale.name} scale), {job.name}"
         if job.done:
@@ -170,7 +157,7 @@ def run(
             continue
         reached = runs.steps_of(job.folder)
         print(f"\n{head}: {'begins' if not reached else f'was at step {reached}, goes on'} in {job.folder}", flush=True)
-        code = run_cell(table, scale, job, steps=steps, out=out, extra=extra)
+        code = run_cell(request, job)
         first = first or code
         if code == INTERRUPTED:
             stopped = True
@@ -179,10 +166,7 @@ def run(
             failed.append(job.name)
     if failed:
         print(f"\nfailed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
-    if collect and not stopped:
-        from verl_ext.reproduce import render
-
-        print(flush=True)
-        collected = render.main(table, scale.name, out)
-        return first or collected
-    return first
+    if not request.collect or stopped:
+        return first
+    collected = request.collected()
+    return first or collected

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch scripts of the tables' full scale, one a table, made from the table files.
-
-::
-
-    python -m verl_ext.reproduce.scripts --write examples/reproduce
+"""``verl-ext reproduce script``: the launch script of a table's full scale, made from the table file.
 
 A script is what `verl-ext reproduce plan` prints, for a person to read from top to bottom, copy and change: the common
 settings once, then what each cell says. The words come from :func:`verl_ext.reproduce.plan.full_words`, so that a
@@ -12,14 +8,11 @@ script, `plan` and `run` say the same. Imports nothing heavy.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from verl_ext.reproduce import needs, plan
-from verl_ext.reproduce.tables import Cell, Table, TableError, find_table, tables
+from verl_ext.reproduce.tables import Cell, Table
 
 VARIABLES = ("CELL", "SEED", "RUN", "DATA")
 """Shell variables that a script sets and its words use."""
@@ -92,8 +85,8 @@ def _header(table: Table, cells: Sequence[Cell]) -> list[str]:
     lines = [
         *_comment(f"{table.title} ({table.paper}), at the paper's scale, with verl's vLLM rollout."),
         *_comment(
-            f"Made from recipe/{table.name}.yaml by `python -m verl_ext.reproduce.scripts --write examples/reproduce`. "
-            "Copy it to change it; the file itself is made anew."
+            f"Made from recipe/{table.name}.yaml by `verl-ext reproduce script {table.name} > {file_name(table)}`, "
+            "to be changed at will."
         ),
         "#",
         *_comment(f"bash {file_name(table)} CELL [SEED] [KEY=VALUE...]"),
@@ -112,48 +105,3 @@ def _header(table: Table, cells: Sequence[Cell]) -> list[str]:
             wrapped = textwrap.wrap(sentence, 112, break_on_hyphens=False, break_long_words=False)
             lines += [f"# {'- ' if number == 0 else '  '}{line}" for number, line in enumerate(wrapped)]
     return lines
-
-
-def write(folder: Path) -> list[Path]:
-    """Write the script of every table into a folder; a script whose table is gone is removed.
-
-    Returns:
-        The files.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for table in tables():
-        path = folder / file_name(table)
-        path.write_text(script(table), encoding="utf-8")
-        path.chmod(0o755)
-        paths.append(path)
-    for path in folder.glob("*.sh"):
-        if path not in paths and "verl_ext.reproduce.scripts --write" in path.read_text(encoding="utf-8"):
-            path.unlink()
-    return paths
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command of the module's text; with a table instead of ``--write``, its script on the standard output."""
-    parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.reproduce.scripts", description="Launch scripts of the paper tables."
-    )
-    parser.add_argument("--write", type=Path, metavar="FOLDER", default=None, help="write all of them into a folder")
-    parser.add_argument("table", nargs="?", default=None, help="print this table's")
-    given = parser.parse_args(arguments)
-    if (given.write is None) == (given.table is None):
-        parser.error("give a table, or --write FOLDER")
-    try:
-        if given.table is not None:
-            print(script(find_table(given.table)), end="")
-        else:
-            for path in write(given.write):
-                print(path)
-    except TableError as error:
-        print(f"verl_ext.reproduce.scripts: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

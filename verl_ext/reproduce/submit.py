@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.reproduce import plan, runs
-from verl_ext.reproduce.run import jobs as find_jobs
-from verl_ext.reproduce.tables import Cell, Scale, Table
+from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 """States of a Ray job that is over."""
@@ -35,19 +34,12 @@ class SubmitError(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """One job to be submitted.
+    """One job to be submitted."""
 
-    Attributes:
-        name: of the job; its id is the name, with ``.2``, ``.3``, ... for later attempts.
-        entrypoint: command line.
-        environment: variables of the job.
-        progress: a few words on how far it is; None: not known.
-    """
-
-    name: str
-    entrypoint: str
-    environment: Mapping[str, str]
-    progress: Callable[[], str] | None = None
+    name: str  # its id is the name, with ``.2``, ``.3``, ... for later attempts
+    entrypoint: str  # command line
+    environment: Mapping[str, str]  # variables of the job
+    progress: Callable[[], str] | None = None  # a few words on how far it is; None: not known
 
 
 def client(address: str) -> Any:
@@ -181,53 +173,40 @@ def look(server: Any, job_id: str, interval: float) -> Any:
     Raises:
         SubmitError: it does not answer, or does not know the job.
     """
-    for _ in range(PATIENCE - 1):
+    for left in reversed(range(PATIENCE)):
         try:
             return server.get_job_info(job_id)
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError) as error:
+            if left == 0:
+                text = " ".join(str(error).split())[:400]
+                raise SubmitError(f"the cluster no longer answers for {job_id} ({text}); the job may go on") from error
             time.sleep(interval)
-    try:
-        return server.get_job_info(job_id)
-    except (RuntimeError, OSError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise SubmitError(f"the cluster no longer answers for {job_id} ({text}); the job may go on") from error
+    return None
 
 
-def tasks_of(
-    table: Table,
-    scale: Scale,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    *,
-    steps: int | None,
-    out: Path,
-    extra: Sequence[str],
-    check: bool = True,
-) -> list[Task]:
-    """The jobs of the runs that are not complete.
-
-    Args:
-        table, scale, cells, seeds, steps, out, extra: as in :func:`verl_ext.reproduce.run.run`.
-        check: have each job look first for what is missing where it runs.
+def tasks_of(request: Request) -> list[Task]:
+    """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs.
 
     Raises:
         RunError: see :func:`verl_ext.reproduce.run.jobs`.
     """
+    table, scale, steps = request.table, request.scale, request.steps
+    environment = {name: os.environ[name] for name in scale.needs.inputs if os.environ.get(name)}
+    if os.environ.get("VERL_EXT_HOME"):
+        environment["VERL_EXT_HOME"] = os.environ["VERL_EXT_HOME"]
     found = []
-    for job in find_jobs(table, scale, cells, seeds, steps=steps, out=out, extra=extra):
+    for job in jobs(request):
         if job.done:
             print(f"{job.name}: complete in {job.folder}", flush=True)
             continue
         # fmt: off
         words = [
             sys.executable, "-m", "verl_ext.cli", "reproduce", "run", table.name, "--scale", scale.name,
-            "--cell", job.cell.name, "--seeds", str(job.seed), "--out", str(out), "--no-collect",
-            *([] if check else ["--no-check"]), *([] if steps is None else ["--steps", str(steps)]), *extra,
+            "--cell", job.cell.name, "--seeds", str(job.seed), "--out", str(request.out), "--no-collect",
+            *([] if request.check else ["--no-check"]), *([] if steps is None else ["--steps", str(steps)]),
+            *request.extra,
         ]
         # fmt: on
-        environment = {name: os.environ[name] for name in scale.needs.inputs if os.environ.get(name)}
-        if os.environ.get("VERL_EXT_HOME"):
-            environment["VERL_EXT_HOME"] = os.environ["VERL_EXT_HOME"]
 
         def progress(folder: Path = job.folder) -> str:
             return f"step {runs.steps_of(folder)}{'' if steps is None else f'/{steps}'}"
@@ -237,28 +216,13 @@ def tasks_of(
     return found
 
 
-def main(
-    table: Table,
-    scale: Scale,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    *,
-    address: str,
-    steps: int | None = None,
-    out: Path = runs.DEFAULT_OUT,
-    extra: Sequence[str] = (),
-    wait: bool = True,
-    at_once: int = 1,
-    collect: bool = True,
-    check: bool = True,
-) -> int:
+def main(request: Request, address: str, *, wait: bool = True, at_once: int = 1) -> int:
     """Submit cells and seeds of a table, wait for them and collect the table.
 
     Args:
-        table, scale, cells, seeds, steps, out, extra, collect: as in :func:`verl_ext.reproduce.run.run`.
+        request: cells and seeds.
         address: see :func:`client`.
         wait, at_once: see :func:`submit`.
-        check: see :func:`tasks_of`.
 
     Returns:
         0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.
@@ -267,32 +231,25 @@ def main(
         RunError: a run folder holds something else.
         SubmitError: the cluster cannot be reached, or refuses a job.
     """
-    out = out.absolute()
-    steps = scale.steps if steps is None else steps
     server = client(address)
-    tasks = tasks_of(table, scale, cells, seeds, steps=steps, out=out, extra=extra, check=check)
+    tasks = tasks_of(request)
     if tasks:
-        print(f"The cluster's nodes are taken to share {out} and {sys.executable} with this machine.", flush=True)
+        print(
+            f"The cluster's nodes are taken to share {request.out} and {sys.executable} with this machine.", flush=True
+        )
         if not wait and len(tasks) > 1:
             print(f"All {len(tasks)} jobs start at once: the cluster must have free GPUs for all of them.", flush=True)
     try:
         states = submit(server, tasks, wait=wait, at_once=at_once)
     except KeyboardInterrupt:
-        print(
-            "\nThe jobs go on. The same command watches them again; `ray job stop JOB_ID "
-            f"--address {address}` stops one.",
-            flush=True,
-        )
-        return 130
+        said = f"The same command watches them again; `ray job stop JOB_ID --address {address}` stops one."
+        print(f"\nThe jobs go on. {said}", flush=True)
+        return INTERRUPTED
     if not wait:
         print("Give the same command again to see how they are, and to collect the table.")
         return 0
     failed = [job_id for job_id, state in states.items() if state != "SUCCEEDED"]
     if failed:
         print(f"not complete: {', '.join(failed)}; the same command submits them again", file=sys.stderr)
-    if not collect:
-        return 1 if failed else 0
-    from verl_ext.reproduce import render
-
-    collected = render.main(table, scale.name, out)
+    collected = request.collected() if request.collect else 0
     return 1 if failed else collected

@@ -122,6 +122,18 @@ def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_files(node: N
     assert eventually(lambda: not fork_worker.alive(answers[1]["pid"]))
 
 
+def test_forks_do_not_share_rays_random_ids(node: Node) -> None:
+    """The import of a module with actor classes must not seed the generators that all forks inherit."""
+    lines = (
+        "import threading, ray; say = lambda: print(json.dumps(ray.WorkerID.from_random().hex()), flush=True); say()"
+    )
+    node.script.write_text(f"{WORKER}{lines}; threading.Thread(target=say).start()")
+    workers = [node.start(modules="wave,ray._private.workers.default_worker,transfer_queue") for _ in range(2)]
+    assert all(node.answer(worker)["forked"] for worker in workers)
+    ids = [node.answer(worker) for worker in [*workers, *workers]]
+    assert len(set(ids)) == 4
+
+
 def test_peers_that_leave_early_stop_nobody(node: Node) -> None:
     assert node.start().wait(30) == 0
     for part in (b"", b"\0\0", b"\0\0\0\x63", b'\0\0\0\x63{"argv": ["x"', b"\0\0\0\x02{}", b"\0\0\0\x03abc"):

@@ -115,6 +115,7 @@ def serve(base: str, raylet: int, lock: int) -> None:
     """Import, listen, fork on demand; end when Ray's node process has."""
     for module in os.environ.get(MODULES, IMPORTS).split(","):
         importlib.import_module(module)
+        leave_generator_of_ids()
     gc.collect()
     gc.freeze()  # collections in the workers then leave the shared pages alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended are nobody's business here
@@ -136,6 +137,27 @@ def serve(base: str, raylet: int, lock: int) -> None:
                 print(f"a request was dropped: {error!r}", flush=True)
     for suffix in (".sock", ".lock", ".log"):
         os.unlink(base + suffix)
+
+
+def leave_generator_of_ids() -> None:
+    """Let Ray's actor classes take their random ids from the system, once Ray has been imported.
+
+    All other ids of a process come from generators in Ray's C++ that are seeded when the first id is made. Made here,
+    as by the import of any module with an actor class, every fork would go on with the same ones: processes of one job
+    would name tasks and objects alike, and subscribe to Ray's news as the same subscriber (ray 2.60, actor.py line
+    2938 in `_make_actor`).
+    """
+    actor: Any = sys.modules.get("ray.actor")
+    if actor is not None and not isinstance(actor.ActorClassID, _ClassID):
+        actor.ActorClassID = _ClassID(actor.ActorClassID)
+
+
+class _ClassID:
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def from_random(self) -> Any:
+        return self.kind(os.urandom(self.kind.size()))
 
 
 def fork_worker(connection: socket.socket, listener: socket.socket, lock: int) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order of the tests: quick ones first, then those that build or start processes, vLLM, runs of the real trainer.
 
+The last are the runs in a Ray that stands, which are short: so the processes with tests end at about the same time.
+
 And what keeps several processes with tests apart, on a machine where others use Ray as well.
 """
 
@@ -18,8 +20,9 @@ LATE = ("slow", "vllm", "e2e", "quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        return max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
+    def rank(item: pytest.Item) -> tuple[int, bool]:
+        late = max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
+        return late, "standing_lab" in getattr(item, "fixturenames", ())
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
 

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import pytest
+import ray
 from harness import Lab, steps_logged
 from ray_nodes import Nodes
+
+from verl_ext.integration.parts import nodes as parts
 
 pytestmark = pytest.mark.e2e
 
@@ -34,3 +37,22 @@ def test_a_node_that_dies_is_named_and_the_same_command_goes_on(lab: Lab) -> Non
         run = lab.run("cluster", overrides=overrides, timeout=500).check()
         assert sorted(run.metrics) == list(range(1, last + 1))
         assert "Resuming from" in run.log or "setting global step to" in run.log
+
+
+def test_whatever_the_run_ends_with_the_node_that_died_is_named() -> None:
+    """The error of a process that missed the node comes seconds before Ray knows that it is dead."""
+
+    @ray.remote(num_gpus=1)
+    class Worker:
+        def __init__(self) -> None:
+            """On either node, since each has one GPU."""
+
+    with Nodes("first", "second") as nodes, ray.init(address=nodes.cluster.address, log_to_driver=False):
+        workers = [Worker.remote() for _ in nodes.by_name]
+        ray.get([worker.__ray_ready__.remote() for worker in workers])
+        with pytest.raises(parts.NodeLost, match=r"the Ray node second \(.* has died") as caught:
+            with parts.Nodes(None).around_fit():
+                nodes.kill("second")
+                raise RuntimeError("9 of 16 rollouts were lost")
+        assert str(caught.value.__cause__) == "9 of 16 rollouts were lost"
+        assert parts.lost_after() == parts.lost() == str(caught.value)

@@ -57,10 +57,12 @@ class LaunchCallback(Callback):
         import ray
 
         error = getattr(job_return, "_return_value", None)
-        if isinstance(error, ray.exceptions.RayActorError) and ray.is_initialized():
+        died = isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError)
+        if died and ray.is_initialized():
             from verl_ext.integration.parts import nodes
 
-            print(f"verl_ext: {nodes.lost_after(error) or 'the process of the trainer has died'}", flush=True)
+            print("verl_ext: the process of the trainer cannot be reached", flush=True)
+            print(f"verl_ext: {nodes.lost_after() or 'the process of the trainer has died'}", flush=True)
         if not self._prepared:
             ray.shutdown()
             os.environ.clear()

@@ -20,8 +20,8 @@ from verl_ext.integration.parts.base import Part
 logger = logging.getLogger(__name__)
 
 EVERY_S = 2.0
-NOTICE_S = 45.0
-"""How long Ray may take to say that a node is dead, after one of its actors was missed (30 s by default)."""
+NOTICE_S = 75.0
+"""How long Ray may take to say that a node is dead (five health checks of 10 s and 3 s between them, by default)."""
 
 
 class NodeLost(RuntimeError):
@@ -45,17 +45,19 @@ def lost() -> str:
     )
 
 
-def lost_after(error: BaseException) -> str:
-    """`lost`, with the time that Ray needs to notice, if the error came from another process of the run."""
+def patience() -> float:
+    """Seconds for Ray to notice; none if the run has one node, since nothing of it would outlive that."""
     import ray
 
-    until = time.monotonic() + NOTICE_S
-    while isinstance(error, ray.exceptions.RayError):
-        message = lost()
-        if message or time.monotonic() > until:
-            return message
+    return NOTICE_S if len(ray.nodes()) > 1 else 0.0
+
+
+def lost_after() -> str:
+    """`lost`, with the time that Ray needs to notice: for a process that failed and does not know why."""
+    until = time.monotonic() + patience()
+    while not (message := lost()) and time.monotonic() < until:
         time.sleep(EVERY_S)
-    return ""
+    return message
 
 
 class Nodes(Part):
@@ -67,12 +69,19 @@ class Nodes(Part):
 
     @contextmanager
     def around_fit(self) -> Iterator[None]:
-        """Raises NodeLost when Ray says that a node of the run is dead, whatever the run is waiting for."""
+        """Raises NodeLost when Ray says that a node of the run is dead, whatever the run is waiting for or died of.
+
+        What misses the node first may be anything: an actor "temporarily unavailable", too many lost rollouts, a
+        closed connection. So every error waits until Ray must know.
+        """
         waiting, found, stop = threading.get_ident(), [""], threading.Event()
 
         def watch() -> None:
             while not stop.wait(EVERY_S):
-                found[0] = lost()
+                try:
+                    found[0] = lost()
+                except Exception:  # Ray's own server may be hard to reach just now
+                    logger.warning("Ray does not say which nodes live; it is asked again", exc_info=True)
                 if found[0]:
                     logger.error("%s", found[0])
                     raised = ctypes.py_object(NodeLost)
@@ -80,16 +89,19 @@ class Nodes(Part):
                     return
 
         lost()  # an API of Ray that has changed fails here, not in the thread
-        watcher = threading.Thread(target=watch, name="verl_ext nodes", daemon=True)
-        watcher.start()
+        threading.Thread(target=watch, name="verl_ext nodes", daemon=True).start()
         try:
-            yield
-        except NodeLost:
-            raise NodeLost(found[0]) from None
-        except Exception as error:
-            message = lost_after(error)
-            if message:
-                raise NodeLost(message) from error
-            raise
+            try:
+                yield
+            except NodeLost:
+                raise
+            except Exception as error:
+                logger.error("%r; for %d s it is watched whether a node of the run has died", error, patience())
+                until = time.monotonic() + patience()
+                while time.monotonic() < until:
+                    time.sleep(0.1)  # here NodeLost comes out, if so
+                raise
+        except NodeLost as raised:
+            raise NodeLost(found[0]) from raised.__context__
         finally:
             stop.set()

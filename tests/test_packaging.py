@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.recipes import recipe_root, recipes
-from verl_ext.reproduce.tables import table_paths
+from verl_ext.recipes import recipe_root, recipes, table_paths
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE", "Makefile")
@@ -30,12 +29,11 @@ if sys.argv[2] == "site":
     site.addsitedir(sys.argv[1])
 import importlib.util
 import verl_ext.recipes as r
-import verl_ext.reproduce.tables as t
 folder = r.recipe_root() / "recipe"
 files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.yaml"))
 print(json.dumps({
     "root": str(r.recipe_root()), "uri": r.search_path_uris()[0], "files": files,
-    "names": [x.name for x in r.recipes()], "tables": list(t.table_paths()),
+    "names": [x.name for x in r.recipes()], "tables": list(r.table_paths()),
     "module": importlib.util.find_spec("recipe") is not None,
 }))
 """

@@ -205,6 +205,18 @@ def is_table(name: str) -> bool:
         return False
 
 
+def table_paths() -> dict[str, Path]:
+    """Table files of this installation by table name, sorted; the files are not read but for their first lines."""
+    folder = recipe_root() / GROUP
+    found = {}
+    for path in sorted(folder.glob("*/*.yaml")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        with path.open(encoding="utf-8") as file:
+            if file.readline().strip() == TABLE_LINE and not any(part[0] in "._" for part in name.split("/")):
+                found[name] = path
+    return found
+
+
 def table_message(name: str) -> str:
     """What to say to somebody who asks for a table as if it were a recipe."""
     return (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from verl_ext.recipes import TABLE_LINE, UnknownRecipeError, compose, find_recipe, recipe_root, recipes
+from verl_ext.recipes import TABLE_LINE, UnknownRecipeError, compose, find_recipe, recipe_root, recipes, table_paths
 from verl_ext.reproduce.tables import (
     KINDS,
     TableError,
@@ -22,7 +22,6 @@ from verl_ext.reproduce.tables import (
     find_table,
     read_table,
     scale_of,
-    table_paths,
     tables,
 )
 

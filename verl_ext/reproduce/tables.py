@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from verl_ext.recipes import GROUP, TABLE_LINE, RecipeError, recipe_root, recipes, suggestion
+from verl_ext.recipes import RecipeError, recipes, suggestion, table_paths
 
 CERTAINTIES = ("certain", "abstract-or-blog", "secondary", "unverified")
 """Where a published number or setting was read, from the best to the worst."""
@@ -378,18 +378,6 @@ class Table(_Entry):
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
-
-
-def table_paths() -> dict[str, Path]:
-    """Table files of this installation by table name, sorted; the files are not read but for their first lines."""
-    folder = recipe_root() / GROUP
-    found = {}
-    for path in sorted(folder.glob("*/*.yaml")):
-        name = path.relative_to(folder).with_suffix("").as_posix()
-        with path.open(encoding="utf-8") as file:
-            if file.readline().strip() == TABLE_LINE and not any(part[0] in "._" for part in name.split("/")):
-                found[name] = path
-    return found
 
 
 def tables() -> list[Table]:

@@ -19,6 +19,7 @@ import torch
 from verl_ext import cli
 from verl_ext.bench import advantages, logits
 from verl_ext.bench._memory import GROUP, TURN, make_batch
+from verl_ext.methods.logits_pass import token_statistics
 
 TRUTH = Path(__file__).resolve().parents[1] / "examples" / "truth"
 
@@ -69,14 +70,15 @@ def test_one_pass_over_the_logits_meets_its_goals() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["forward_ratio"] > 0 and found["forward_backward_ratio"] > 0
+    ratios = ("forward_ratio", "forward_backward_ratio", "forward_same_ratio", "forward_backward_same_ratio")
+    assert all(found[name] > 0 for name in ratios)
     machine = found["machine"]
     assert machine["cpu"] and machine["vectors"] and machine["block_elements"] >= 1 << 16
     assert {"l1_bytes", "l2_bytes", "l3_bytes", "huge_pages"} < machine.keys() and machine["warm_plain_share"] > 0
     assert found["extra_memory_fraction"] <= 0.10
     assert found["quick"] is True and found["dtype"] == "float32"
     assert set(found["details"]) == {f"{d}_{v}" for d in ("float32", "bfloat16") for v in (32_768, 152_064)}
-    for name in ("forward_ratio", "forward_backward_ratio"):
+    for name in ratios:
         assert found[name] == max(found["details"][f"float32_{v}"][name] for v in (32_768, 152_064))
     assert found["extra_memory_fraction"] == max(case["extra_memory_fraction"] for case in found["details"].values())
 
@@ -91,6 +93,13 @@ def test_the_benchmark_of_the_logits_compares_like_with_like() -> None:
             assert all(math.isfinite(value) and value > 0 for value in line[2:])
             assert (line.forward_exact == line.forward_ratio) is (dtype == torch.float32)
     made = logits.make_logits(100, 64, torch.float32, torch.device("cpu"))
+    labels = torch.arange(100) % 64
+    for options in ({}, {"rho": 1e-3, "entropy": True, "sum_pi_squared": True, "temperature": 0.7}):
+        found = (of(made, labels, **options) for of in (logits.plain_statistics, token_statistics))
+        pairs = zip(*found, strict=True)
+        for plain, ours in ((a, b) for a, b in pairs if a is not None or b is not None):
+            inside = slice(None) if plain.dtype != torch.float32 else torch.isfinite(plain)
+            torch.testing.assert_close(ours[inside], plain[inside], atol=1e-5, rtol=1e-5)
     assert bool((made.argmax(-1) == 0).all()) and len(made[:, 1].unique()) == 100
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.methods import logits_pass
+from verl_ext.methods import logits_torch
 from verl_ext.methods.logits_pass import OUT_OF_SET_FLOOR, TokenStatistics, token_statistics
 from verl_ext.rollout.embedded import sampling
 
@@ -27,7 +27,7 @@ BOUND = 3e-6
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows, and of columns for vocabularies of more than 256."""
-    monkeypatch.setattr(logits_pass, "BLOCK_ELEMENTS", 256 // torch.get_num_threads())
+    monkeypatch.setattr(logits_torch, "BLOCK_ELEMENTS", 256 // torch.get_num_threads())
 
 
 def defined(
@@ -469,7 +469,7 @@ def test_the_gradient_is_the_only_tensor_of_the_size_of_the_logits(monkeypatch: 
     """Every tensor that forward and backward make, seen at the dispatcher, is small but one."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(logits_pass, "BLOCK_ELEMENTS", 1024)
+    monkeypatch.setattr(logits_torch, "BLOCK_ELEMENTS", 1024)
     logits, labels = example(200, 500)
     logits.requires_grad_()
     large: list[str] = []

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ext.methods import logits_pass, vocabulary
+from verl_ext.methods import logits_torch, vocabulary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_against_float64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_pass, "BLOCK_ELEMENTS", 2048)  # several blocks
+    monkeypatch.setattr(logits_torch, "BLOCK_ELEMENTS", 2048)  # several blocks
     logits = (torch.randn(3, 7, 1000, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     exact = torch.softmax(logits.double(), -1).square().sum(-1)
     got = vocabulary.sum_pi_squared(logits)

@@ -2,8 +2,9 @@
 """One pass over the logits: time beside a plain log-softmax and gather, and memory beyond the gradient.
 
 Ours computes log-probability, entropy, sum of squared probabilities, and mass, size and membership of the safe set at
-the published rho; plain is ``torch.log_softmax(logits, -1).gather(-1, labels)``. Forward is without gradient, as in the
-pass for old log-probabilities; forward and backward is from a gradient of every log-probability. Calls alternate on the
+the published rho; plain is ``torch.log_softmax(logits, -1).gather(-1, labels)``, and "/ same" is against plain torch
+that computes the same in float32 (`plain_statistics`). Forward is without gradient, as in the pass for old
+log-probabilities; forward and backward is from a gradient of every log-probability. Calls alternate on the
 same tensors, and a ratio is the median over neighbouring calls. Times are CPU seconds of the one thread that computes,
 so that other load on the machine does not count; with ``--threads`` above 1 wall-clock seconds, on a GPU its own clock.
 The logits are larger than 32 MB, as those of a micro-batch are. Plain writes a result of that size, into fresh memory,
@@ -42,13 +43,8 @@ import torch
 from verl_ext.bench._memory import _fill_to_peak, _peak
 from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
-from verl_ext.methods.logits_pass import (
-    BLOCK_ELEMENTS,
-    BLOCK_ELEMENTS_MOST,
-    TokenStatistics,
-    cache_bytes,
-    token_statistics,
-)
+from verl_ext.methods.logits_pass import TokenStatistics, token_statistics
+from verl_ext.methods.logits_torch import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MOST, cache_bytes
 
 VOCABULARIES = (32_768, 152_064)
 #: Bytes of the logits that are timed, and of those whose memory is measured.
@@ -71,6 +67,8 @@ class Figures(NamedTuple):
     both_ratio: float
     both_exact: float
     both_traffic: float
+    forward_same: float  #: ratio to plain torch that computes the same
+    both_same: float
 
 
 class Clock:
@@ -106,6 +104,35 @@ def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.de
         block = logits[start : start + 64].normal_(generator=generator).mul_(2.0)
         block[:, 0] = 12.0
     return logits
+
+
+def plain_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    rho: float = 0.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenStatistics:
+    """What `token_statistics` returns, in plain torch on whole tensors with autograd."""
+    z = logits.float() if temperature == 1.0 else logits.float() / temperature
+    mass = size = in_set = spread = squares = None
+    inside = torch.ones((), dtype=torch.bool, device=z.device)
+    log_pi = torch.log_softmax(z, -1)
+    if rho > 0:
+        with torch.no_grad():
+            inside = z >= z.amax(-1, keepdim=True) + math.log(rho)
+            size, in_set = inside.sum(-1), inside.gather(-1, labels[:, None]).squeeze(-1)
+            mass = torch.where(inside, log_pi.exp(), 0.0).sum(-1)
+        log_pi = torch.log_softmax(z.masked_fill(~inside, -math.inf), -1)
+    if entropy or sum_pi_squared:
+        pi = log_pi.exp()
+        if entropy:
+            spread = -(pi * (log_pi.masked_fill(~inside, 0.0) if rho > 0 else log_pi)).sum(-1)
+        if sum_pi_squared:
+            squares = pi.detach().square().sum(-1)
+    return TokenStatistics(log_pi.gather(-1, labels[:, None]).squeeze(-1), spread, squares, mass, size, in_set)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -180,19 +207,31 @@ def compare_variants(
     figures = []
     for name, options, with_entropy in variants[: 1 if headline_alone else None]:
 
-        def forward(options: dict[str, Any] = options) -> TokenStatistics:
+        def forward(of: Any, options: dict[str, Any] = options) -> TokenStatistics:
             with torch.no_grad():
-                return token_statistics(logits, labels, **options)
+                return of(logits, labels, **options)
 
-        def both(options: dict[str, Any] = options, with_entropy: bool = with_entropy) -> None:
+        def both(of: Any, options: dict[str, Any] = options, with_entropy: bool = with_entropy) -> None:
             variable.grad = None
-            found = token_statistics(variable, labels, **options)
+            found = of(variable, labels, **options)
             outputs = [found.log_probs] + ([found.entropy] if with_entropy and found.entropy is not None else [])
             torch.autograd.backward(outputs, [weight] * len(outputs))
 
-        ours, *theirs = alternate(clock, [forward, *(partial(plain_forward, result) for result in results)], repeats)
-        ours_both, *theirs_both = alternate(
-            clock, [both, *(partial(plain_both, result) for result in results)], repeats
+        ours, same, *theirs = alternate(
+            clock,
+            [
+                *(partial(forward, of) for of in (token_statistics, plain_statistics)),
+                *(partial(plain_forward, result) for result in results),
+            ],
+            repeats,
+        )
+        ours_both, same_both, *theirs_both = alternate(
+            clock,
+            [
+                *(partial(both, of) for of in (token_statistics, plain_statistics)),
+                *(partial(plain_both, result) for result in results),
+            ],
+            repeats,
         )
         median, median_both = statistics.median(ours), statistics.median(ours_both)
         figures.append(
@@ -207,6 +246,8 @@ def compare_variants(
                 _ratio(ours_both, theirs_both[0]),
                 _ratio(ours_both, theirs_both[-1]),
                 3 * logits.nbytes / median_both / bandwidth,
+                _ratio(ours, same),
+                _ratio(ours_both, same_both),
             )
         )
     return figures
@@ -257,15 +298,17 @@ def measure_memory(vocabulary: int, dtype: str, device: str, threads: int) -> fl
 
 
 HEADER = (
-    f"{'':<34}{'vocabulary':>11}{'forward ms':>12}{'/ plain':>9}{'/ exact':>9}{'traffic':>9}"
-    f"{'fwd+bwd ms':>12}{'/ plain':>9}{'/ exact':>9}{'traffic':>9}"
+    f"{'':<34}{'vocabulary':>11}{'forward ms':>12}{'/ same':>9}{'/ plain':>9}{'/ exact':>9}{'traffic':>9}"
+    f"{'fwd+bwd ms':>12}{'/ same':>9}{'/ plain':>9}{'/ exact':>9}{'traffic':>9}"
 )
 
 
 def _line(entry: Figures) -> str:
     return (
-        f"{entry.name:<34}{entry.vocabulary:>11}{entry.forward * 1e3:>12.2f}{entry.forward_ratio:>9.3f}"
-        f"{entry.forward_exact:>9.3f}{entry.forward_traffic:>9.0%}{entry.both * 1e3:>12.2f}{entry.both_ratio:>9.3f}"
+        f"{entry.name:<34}{entry.vocabulary:>11}{entry.forward * 1e3:>12.2f}"
+        f"{entry.forward_same:>9.3f}{entry.forward_ratio:>9.3f}"
+        f"{entry.forward_exact:>9.3f}{entry.forward_traffic:>9.0%}{entry.both * 1e3:>12.2f}"
+        f"{entry.both_same:>9.3f}{entry.both_ratio:>9.3f}"
         f"{entry.both_exact:>9.3f}{entry.both_traffic:>9.0%}"
     )
 
@@ -319,20 +362,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             details[f"{dtype}_{vocabulary}"] = {
                 "forward_ratio": found[0].forward_ratio,
                 "forward_backward_ratio": found[0].both_ratio,
+                "forward_same_ratio": found[0].forward_same,
+                "forward_backward_same_ratio": found[0].both_same,
                 "forward_exact_ratio": found[0].forward_exact,
                 "forward_backward_exact_ratio": found[0].both_exact,
                 "forward_of_copy_bandwidth": found[0].forward_traffic,
                 "forward_backward_of_copy_bandwidth": found[0].both_traffic,
                 "extra_memory_fraction": fraction,
                 "variants": {
-                    entry.name: {"forward_ratio": entry.forward_ratio, "forward_backward_ratio": entry.both_ratio}
+                    entry.name: {
+                        "forward_ratio": entry.forward_ratio,
+                        "forward_backward_ratio": entry.both_ratio,
+                        "forward_same_ratio": entry.forward_same,
+                        "forward_backward_same_ratio": entry.both_same,
+                    }
                     for entry in found[1:]
                 },
             }
     headline = [details[f"{dtypes[0]}_{vocabulary}"] for vocabulary in VOCABULARIES]
+    ratios = ("forward_ratio", "forward_backward_ratio", "forward_same_ratio", "forward_backward_same_ratio")
     figures = {
-        "forward_ratio": max(entry["forward_ratio"] for entry in headline),
-        "forward_backward_ratio": max(entry["forward_backward_ratio"] for entry in headline),
+        **{name: max(entry[name] for entry in headline) for name in ratios},
         "extra_memory_fraction": max(entry["extra_memory_fraction"] for entry in details.values()),
         "copy_bandwidth_fraction": min(
             min(entry["forward_of_copy_bandwidth"], entry["forward_backward_of_copy_bandwidth"]) for entry in headline

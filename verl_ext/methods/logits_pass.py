@@ -24,34 +24,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from verl_ext.methods.logits_sums import Sums, Weights
+from verl_ext.methods import logits_torch
+from verl_ext.methods.logits_sums import Weights
+from verl_ext.methods.logits_torch import bound, compute_dtype
 
 __all__ = ["OUT_OF_SET_FLOOR", "TokenStatistics", "token_statistics"]
-
-#: Bytes of a core's second-level cache where the system does not tell.
-USUAL_CACHE = 1 << 20
-
-
-def cache_bytes(index: int) -> int:
-    """Bytes of a cache of the first processor as Linux numbers them (0 first level, 2 second, 3 third); 0: unknown."""
-    try:
-        return 1024 * int(Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size").read_text().strip("K\n"))
-    except (OSError, ValueError):
-        return 0
-
-
-#: Elements of one block on CPU, a thread: it and three float32 work buffers fill the second-level cache; of 256 kB at
-#: least, so that the calls into torch cost little beside it.
-BLOCK_ELEMENTS = max(1 << 16, (cache_bytes(2) or USUAL_CACHE) // 16)
-#: Elements of one block at most, and where plain torch runs on an accelerator: buffers of 4 MB.
-BLOCK_ELEMENTS_MOST = 1 << 20
 
 #: Log-probability of a label outside the safe set is not below this, so that masked arithmetic on it stays finite.
 OUT_OF_SET_FLOOR = -1e4
@@ -143,9 +125,11 @@ def token_statistics(
             raise ValueError(f"label {wrong} is out of range: the logits have a vocabulary of {logits.shape[-1]}")
     scale = _temperature(temperature, labels.shape, rows, logits)
     log_rho = _log_rho(rho)
-    found = _Pass.apply(
-        logits, flat_labels, rows, scale, log_rho, entropy, sum_pi_squared, _use_triton(backend, logits)
-    )
+    module = _module(backend, logits)
+    needs_sums = entropy or sum_pi_squared or log_rho is not None or (logits.requires_grad and torch.is_grad_enabled())
+    if module is logits_torch and not needs_sums and isinstance(scale, float) and scale == 1.0:
+        return TokenStatistics(logits_torch.log_probs(logits, flat_labels, rows).reshape(shape))
+    found = _Pass.apply(logits, flat_labels, rows, scale, log_rho, entropy, sum_pi_squared, module)
     return TokenStatistics(*(None if part is None else part.reshape(shape) for part in found))
 
 
@@ -165,7 +149,7 @@ def _temperature(
     temperature: float | torch.Tensor, shape: torch.Size, rows: torch.Tensor | None, logits: torch.Tensor
 ) -> float | torch.Tensor:
     """A number, rounded to the dtype of the computation, or a tensor of one value a computed row."""
-    dtype = _compute_dtype(logits)
+    dtype = compute_dtype(logits)
     values = torch.as_tensor(temperature, dtype=dtype, device=logits.device).detach()
     low, high = (float(bound) for bound in torch.aminmax(values)) if values.numel() else (1.0, 1.0)
     if not (low > 0.0 and math.isfinite(high)):
@@ -180,13 +164,15 @@ def _temperature(
     return low if low == high else _selected(spread.reshape(-1), rows)
 
 
-def _use_triton(backend: str, logits: torch.Tensor) -> bool:
+def _module(backend: str, logits: torch.Tensor) -> ModuleType:
+    """The backend: its `sums` of forward and its `gradient` take the same arguments in both."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: expected one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        return logits.is_cuda and logits.dtype != torch.float64 and _triton_is_installed()
+        fits = logits.is_cuda and logits.dtype != torch.float64 and _triton_is_installed()
+        backend = "triton" if fits else "torch"
     if backend == "torch":
-        return False
+        return logits_torch
     if not _triton_is_installed():
         raise ValueError("backend='triton' needs the package triton, which is not installed: use 'auto' or 'torch'")
     if logits.dtype == torch.float64:
@@ -198,16 +184,12 @@ def _use_triton(backend: str, logits: torch.Tensor) -> bool:
             f"backend='triton' needs CUDA tensors, found {logits.device}; on CPU it runs in Triton's interpreter alone "
             "(TRITON_INTERPRET=1 in the environment of the process): use 'auto' or 'torch'"
         )
-    return True
+    return logits_triton
 
 
 @functools.cache
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 class _Pass(torch.autograd.Function):
@@ -223,20 +205,19 @@ class _Pass(torch.autograd.Function):
         log_rho: float | None,
         entropy: bool,
         sum_pi_squared: bool,
-        triton: bool,
+        backend: ModuleType,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        dtype = _compute_dtype(logits)
+        dtype = compute_dtype(logits)
         divisor = temperature if isinstance(temperature, float) else temperature.double()
         with torch.autocast(logits.device.type, enabled=False):
-            forward = _implementation(triton)[0]
-            sums = forward(logits.detach(), labels, rows, temperature, log_rho, entropy, sum_pi_squared)
+            sums = backend.sums(logits.detach(), labels, rows, temperature, log_rho, entropy, sum_pi_squared)
             log_kept = sums.kept.log()
             log_probs = (sums.label.double() - sums.largest.double()) / divisor - log_kept
             in_set = kept_mass = size = spread = squares = None
             if log_rho is not None and sums.size is not None:
                 scaled = sums.label / torch.as_tensor(temperature, dtype=dtype, device=logits.device)
-                in_set = scaled >= _bound(sums.largest, temperature, log_rho)
+                in_set = scaled >= bound(sums.largest, temperature, log_rho)
                 log_probs = torch.where(in_set, log_probs, log_probs.clamp(min=OUT_OF_SET_FLOOR))
                 kept_mass = (sums.kept / sums.full).to(dtype)
                 size = sums.size.long()
@@ -246,7 +227,7 @@ class _Pass(torch.autograd.Function):
                 squares = (sums.squares / sums.kept.square()).to(dtype)
         per_row = None if isinstance(temperature, float) else temperature
         ctx.save_for_backward(logits, labels, rows, per_row, sums.largest, sums.kept, log_probs, spread, in_set)
-        ctx.temperature, ctx.log_rho, ctx.triton = temperature if per_row is None else None, log_rho, triton
+        ctx.temperature, ctx.log_rho, ctx.backend = temperature if per_row is None else None, log_rho, backend
         found = (log_probs.to(dtype), None if spread is None else spread.to(dtype), squares, kept_mass, size, in_set)
         ctx.mark_non_differentiable(*(part for part in found[2:] if part is not None))
         return found
@@ -263,18 +244,8 @@ class _Pass(torch.autograd.Function):
         temperature = ctx.temperature if per_row is None else per_row
         with torch.autocast(logits.device.type, enabled=False):
             weights = _weights(temperature, kept, log_probs, entropy, in_set, grad_log_probs, grad_entropy)
-            backward = _implementation(ctx.triton)[1]
-            gradient = backward(logits, labels, rows, temperature, largest, ctx.log_rho, weights)
+            gradient = ctx.backend.gradient(logits, labels, rows, temperature, largest, ctx.log_rho, weights)
         return gradient, *nothing
-
-
-def _implementation(triton: bool) -> tuple[Callable[..., Sums], Callable[..., torch.Tensor]]:
-    """The sums of forward and the gradient: functions of the same arguments in both backends."""
-    if not triton:
-        return _sums, _gradient
-    from verl_ext.methods import logits_triton
-
-    return logits_triton.sums, logits_triton.gradient
 
 
 def _weights(
@@ -286,221 +257,22 @@ def _weights(
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> Weights:
-    """Weights of the gradient from the gradients of the results. float64, as are `kept`, `log_probs`, `entropy`."""
-    divisor = temperature if isinstance(temperature, float) else temperature.double()
-    constant, label = torch.zeros_like(kept), torch.zeros_like(kept)
-    slope = None
-    if grad_log_probs is not None:
-        grad = grad_log_probs.double()
-        if in_set is not None:
-            grad = torch.where(in_set, grad, 0.0)
-        constant = constant - grad
-        # 1 - p, accurate also where p is almost 1; a row of no weight counts as zero, NaN or not
-        label = label - torch.where(grad == 0.0, 0.0, grad * log_probs.expm1())
+    """Weights of the gradient from the gradients of the results. float64, as are `kept`, `log_probs`, `entropy`.
+
+    With g and h the gradients of log pi(y) and H, and log pi = ln e - ln S:
+
+        T S d/dx_b = e_b (-g - h (H - ln S) - h ln e_b)            T d/dx_y = g (1 - pi(y)) - h pi(y) (log pi(y) + H)
+    """
+    g = torch.zeros_like(kept) if grad_log_probs is None else grad_log_probs.double()
+    probability = log_probs.exp()
+    if in_set is not None:
+        g, probability = (torch.where(in_set, x, 0.0) for x in (g, probability))
+    active, constant, slope = g != 0.0, -g, None
+    label = -g * log_probs.expm1()  # 1 - p, accurate also where p is almost 1
     if grad_entropy is not None and entropy is not None:
-        grad = grad_entropy.double()
-        # log pi = ln e - ln kept
-        constant = constant - torch.where(grad == 0.0, 0.0, grad * (entropy - kept.log()))
-        slope = -grad
-        probability = log_probs.exp()
-        outside = (grad == 0.0) | (probability == 0.0)
-        if in_set is not None:
-            outside = outside | ~in_set
-        label = label - torch.where(outside, 0.0, grad * probability * (log_probs + entropy))
-    active = (constant != 0.0) | (label != 0.0)
+        h = grad_entropy.double()
+        active, constant, slope = active | (h != 0.0), constant - h * (entropy - kept.log()), -h
+        label = label - h * (probability * entropy - torch.special.entr(probability))
+    divisor = temperature if isinstance(temperature, float) else temperature.double()
     scale = kept * divisor
-    if slope is not None:
-        active = active | (slope != 0.0)
-        slope = slope / scale
-    return Weights(constant / scale, slope, label / divisor, active)
-
-
-def _bound(largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float) -> torch.Tensor:
-    """max z + ln rho, by the operations and in the precision of the embedded sampler."""
-    # Not by a number: on CUDA that is a multiplication by its reciprocal.
-    divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
-    return largest / divisor + torch.as_tensor(log_rho, dtype=largest.dtype, device=largest.device)
-
-
-# --- plain torch ------------------------------------------------------------------------------------------------------
-
-
-def _views(logits: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of the logits, in order, as [n, V] views: no copy is made, whatever the strides."""
-    if logits.dim() == 1:
-        return [logits[None]]
-    try:
-        return [logits.view(-1, logits.shape[-1])]
-    except RuntimeError:
-        if logits.dim() == 2:
-            return [logits]
-        return [view for part in logits.unbind(0) for view in _views(part)]
-
-
-class _Span(NamedTuple):
-    """Consecutive rows, all of them computed: [first, last) of the view, which are the computed rows from `start`."""
-
-    view: torch.Tensor
-    first: int
-    last: int
-    start: int
-
-
-def _spans(views: list[torch.Tensor], rows: np.ndarray | None) -> Iterator[_Span]:
-    """The computed rows, in order; `rows` are their flat numbers, or None for all."""
-    base = start = 0
-    for view in views:
-        count = view.shape[0]
-        if rows is None:
-            bounds = [(0, count)] if count else []
-        else:
-            inside = rows[np.searchsorted(rows, base) : np.searchsorted(rows, base + count)] - base
-            cuts = np.flatnonzero(np.diff(inside) != 1) + 1
-            bounds = [(int(run[0]), int(run[-1]) + 1) for run in np.split(inside, cuts) if len(run)]
-        for first, last in bounds:
-            yield _Span(view, first, last, start)
-            start += last - first
-        base += count
-
-
-class _Blocks:
-    """The cut of spans into blocks of whole rows, and work buffers of a block's size."""
-
-    def __init__(self, logits: torch.Tensor, buffers: int):
-        self.dtype = _compute_dtype(logits)
-        on_cpu = logits.device.type == "cpu"
-        elements = min(BLOCK_ELEMENTS * torch.get_num_threads(), BLOCK_ELEMENTS_MOST) if on_cpu else BLOCK_ELEMENTS_MOST
-        self.rows = max(1, min(math.prod(logits.shape[:-1]), elements // logits.shape[-1]))
-        shape = (self.rows, logits.shape[-1])
-        self._buffers = [torch.empty(shape, dtype=self.dtype, device=logits.device) for _ in range(buffers)]
-        self._copy = None
-        if logits.dtype != self.dtype:
-            self._copy = torch.empty(shape, dtype=self.dtype, device=logits.device)
-
-    def of(self, span: _Span) -> Iterator[tuple[int, int, slice]]:
-        """First and last row in the view, and the computed rows, of each block of the span."""
-        for first in range(span.first, span.last, self.rows):
-            last, start = min(first + self.rows, span.last), span.start + first - span.first
-            yield first, last, slice(start, start + last - first)
-
-    def load(self, block: torch.Tensor) -> torch.Tensor:
-        """The block in the dtype of the computation; a copy is overwritten by the next load."""
-        return block if self._copy is None else self._copy[: block.shape[0]].copy_(block)
-
-    def buffers(self, rows: int) -> list[torch.Tensor]:
-        return [buffer[:rows] for buffer in self._buffers]
-
-
-def _column(value: float | torch.Tensor) -> float | torch.Tensor:
-    return value[:, None] if isinstance(value, torch.Tensor) else value
-
-
-def _exponent(tile: torch.Tensor, largest: torch.Tensor, temperature: float | torch.Tensor, out: torch.Tensor) -> Any:
-    """ln e of every logit, in `out`: zero for the largest, to the last digit."""
-    torch.sub(tile, largest[:, None], out=out)
-    return out if isinstance(temperature, float) and temperature == 1.0 else out.mul_(_column(1.0 / temperature))
-
-
-def _inside(
-    tile: torch.Tensor, largest: torch.Tensor, temperature: float | torch.Tensor, log_rho: float, out: torch.Tensor
-) -> torch.Tensor:
-    """1.0 where a logit is in the safe set and 0.0 where it is not, in `out`."""
-    if not (isinstance(temperature, float) and temperature == 1.0):
-        divisor = torch.as_tensor(temperature, dtype=largest.dtype, device=largest.device)
-        tile = torch.div(tile, _column(divisor) if divisor.dim() else divisor, out=out)
-    return torch.ge(tile, _bound(largest, temperature, log_rho)[:, None], out=out)
-
-
-def _lowest(dtype: torch.dtype) -> float:
-    """Logarithm of a number that is 0 in `dtype`: an exponent is raised to it where e, zero there, multiplies it, since
-    0 times -inf has no value."""
-    return -760.0 if dtype == torch.float64 else -140.0
-
-
-def _sums(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    rows: torch.Tensor | None,
-    temperature: float | torch.Tensor,
-    log_rho: float | None,
-    entropy: bool,
-    squares: bool,
-) -> Sums:
-    """The sums of forward. A block is read from memory once; the operations on it find it in the cache."""
-    blocks = _Blocks(logits, buffers=1 + entropy + (log_rho is not None))
-    names = ["largest", "label", "full"] + ["size", "kept"] * (log_rho is not None)
-    names += ["surprise"] * entropy + ["squares"] * squares
-    parts = [torch.empty(len(names), 0, dtype=blocks.dtype, device=logits.device)]
-    for span in _spans(_views(logits), None if rows is None else rows.cpu().numpy()):
-        for first, last, computed in blocks.of(span):
-            block = blocks.load(span.view[first:last])
-            largest = block.amax(-1)
-            scale = temperature if isinstance(temperature, float) else temperature[computed]
-            u, *spare = blocks.buffers(last - first)
-            _exponent(block, largest, scale, u)
-            e = torch.exp(u, out=spare.pop() if entropy else u)
-            found = [largest, block.gather(-1, labels[computed, None]).squeeze(-1), e.sum(-1)]
-            if log_rho is not None:
-                inside = _inside(block, largest, scale, log_rho, spare.pop())
-                found += [inside.sum(-1), e.mul_(inside).sum(-1)]
-            if entropy:
-                found.append(u.clamp_(min=_lowest(blocks.dtype)).mul_(e).sum(-1))
-            if squares:
-                found.append(e.mul_(e).sum(-1))
-            parts.append(torch.stack(found))
-    table = dict(zip(names, torch.cat(parts, dim=1), strict=True))
-    double = {name: sums.double() for name, sums in table.items()}
-    full = double["full"]
-    kept, surprise, square = double.get("kept", full), double.get("surprise"), double.get("squares")
-    return Sums(table["largest"], table["label"], full, kept, surprise, square, double.get("size"))
-
-
-def _gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    rows: torch.Tensor | None,
-    temperature: float | torch.Tensor,
-    largest: torch.Tensor,
-    log_rho: float | None,
-    weights: Weights,
-) -> torch.Tensor:
-    """The gradient of the logits, in their dtype, written block by block."""
-    vocabulary = logits.shape[-1]
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    flat = gradient.view(-1, vocabulary)
-    numbers = torch.arange(flat.shape[0], device=logits.device) if rows is None else rows
-    active = numbers if bool(weights.active.all()) else numbers[weights.active]
-    dtype = _compute_dtype(logits)
-
-    def of_active(part: torch.Tensor) -> torch.Tensor:
-        return part if active is numbers else part[weights.active]
-
-    constant, top = of_active(weights.constant).to(dtype)[:, None], of_active(largest)
-    slope = None if weights.slope is None else of_active(weights.slope).to(dtype)[:, None]
-    scales = temperature if isinstance(temperature, float) else of_active(temperature)
-    converts = logits.dtype != dtype
-    blocks = _Blocks(logits, buffers=(slope is not None) + (log_rho is not None))
-    written = 0
-    for span in _spans(_views(logits), None if active.shape[0] == flat.shape[0] else active.cpu().numpy()):
-        base = int(active[span.start]) - span.first
-        flat[written : base + span.first].zero_()
-        written = base + span.last
-        for first, last, computed in blocks.of(span):
-            block = blocks.load(span.view[first:last])
-            scale = scales if isinstance(scales, float) else scales[computed]
-            target = flat[base + first : base + last]
-            spare = blocks.buffers(last - first)
-            inside = None if log_rho is None else _inside(block, top[computed], scale, log_rho, spare.pop())
-            e = block if converts else target
-            if slope is None:
-                _exponent(block, top[computed], scale, e).exp_().mul_(constant[computed])
-            else:
-                u = _exponent(block, top[computed], scale, spare.pop())
-                torch.exp(u, out=e).mul_(u.clamp_(min=_lowest(dtype)).mul_(slope[computed]).add_(constant[computed]))
-            if inside is not None:
-                e.mul_(inside)
-            if converts:
-                target.copy_(e)
-    flat[written:].zero_()
-    flat[active, of_active(labels)] = of_active(weights.label).to(logits.dtype)
-    return gradient
+    return Weights(constant / scale, None if slope is None else slope / scale, label / divisor, active)

@@ -28,3 +28,7 @@ class Weights(NamedTuple):
     slope: torch.Tensor | None
     label: torch.Tensor
     active: torch.Tensor  #: bool; False: the gradient of the whole row is zero
+
+    def of(self, rows: torch.Tensor) -> Weights:
+        """Those of the rows for which `rows`, [N] bool, is True."""
+        return Weights(*(None if part is None else part[rows] for part in self))

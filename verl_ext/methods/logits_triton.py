@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the pass over the logits: the sums of forward and the gradient, for CUDA tensors.
 
-Same definitions and same results, up to the order of additions, as the plain torch of `logits_pass`, which calls this
-module and documents what is computed. One program works on one row in forward and on one tile of one row in backward.
+Same definitions and same results, up to the order of additions, as the plain torch of `logits_torch`; `logits_pass`
+calls this module and documents what is computed. One program works on one row in forward and on one tile of one row
+in backward.
 
 Forward reads the row once. The largest logit is followed while it goes: the accumulators are rescaled when it grows,
 which is rare, because it starts at the label's logit, and a sampled label is most often the largest or close to it.

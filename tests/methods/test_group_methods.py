@@ -12,7 +12,6 @@ from verl_ext.methods.dr_mas import dr_mas_advantage, normalised
 from verl_ext.methods.gigpo import gigpo_advantage, step_advantage
 from verl_ext.methods.hgpo import hgpo_advantage
 from verl_ext.methods.observations import similarity_clusters
-from verl_ext.methods.returns import turn_returns
 from verl_ext.methods.rows import RowFieldError, Rows
 
 STEP_FIELDS = ("traj_uid", "turn_index", "anchor_obs", "turn_reward", "is_action_valid", "valid_row")
@@ -85,10 +84,10 @@ def test_hgpo_vectors(case):
 def check_parts(case, fields, options):
     rewards, _, index = tensors(case)
     rows = Rows(len(index), index=index, **fields)
-    step_return = turn_returns(rows.step_rewards(rewards), *rows.turns(), gamma=options["gamma"])
+    *_, step_return = rows.steps(rewards, gamma=options["gamma"], penalty=0.0)
     assert_expected(case, "step_return", step_return)
-    penalty = rows.penalty(options["invalid_action_penalty_coef"])
-    target = step_return - penalty
+    coefficient = options["invalid_action_penalty_coef"]
+    *_, penalty, target = rows.steps(rewards, gamma=options["gamma"], penalty=coefficient)
     assert_expected(case, "step_return_after_penalty", target)
     scale = {"by_std": options["mode"] == "mean_std_norm", "epsilon": options["epsilon"]}
     if "episode_advantage" in case["expected"]:

@@ -65,10 +65,7 @@ def split_key(key: str) -> tuple[str, str, int]:
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
     """A one-dimensional object array, also for values that are sequences themselves."""
-    column = np.empty(len(values), dtype=object)
-    for position, value in enumerate(values):
-        column[position] = value
-    return column
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def row_fields(

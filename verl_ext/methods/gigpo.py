@@ -20,7 +20,6 @@ from verl_ext.methods.dr_mas import normalised, normalised_trajectories
 from verl_ext.methods.groups import Column, Segments, joint_ids
 from verl_ext.methods.observations import similarity_clusters, texts
 from verl_ext.methods.options import Discount, GroupBy, NotNegative, Positive, checked, positive
-from verl_ext.methods.returns import turn_returns
 from verl_ext.methods.rows import Advantage, Rows, check_tokens
 
 
@@ -85,9 +84,7 @@ def gigpo_advantage(
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
     fields |= {"anchor_obs": anchor_obs, "is_action_valid": is_action_valid}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
-    reward, penalty = rows.step_rewards(token_level_rewards), rows.penalty(invalid_action_penalty_coef)
-    trajectory, turn = rows.turns()
-    Y = turn_returns(reward, trajectory, turn, gamma=gamma) - penalty  # after discounting: no earlier step pays
+    trajectory, turn, penalty, Y = rows.steps(token_level_rewards, gamma=gamma, penalty=invalid_action_penalty_coef)
     S = rows.scores(token_level_rewards) - penalty
 
     group, by_std = rows.keys(group_by), mode == "mean_std_norm"

@@ -20,7 +20,6 @@ import torch
 from verl_ext.methods.groups import Column, Segments
 from verl_ext.methods.observations import history_groups
 from verl_ext.methods.options import Count, Discount, GroupBy, NotNegative, Positive, checked
-from verl_ext.methods.returns import turn_returns
 from verl_ext.methods.rows import Advantage, Rows, check_tokens
 
 #: Added to the sum of the level weights.
@@ -90,9 +89,7 @@ def hgpo_advantage(
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
     fields |= {"anchor_obs": anchor_obs, "is_action_valid": is_action_valid}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
-    reward, penalty = rows.step_rewards(token_level_rewards), rows.penalty(invalid_action_penalty_coef)
-    trajectory, turn = rows.turns()
-    Y = turn_returns(reward, trajectory, turn, gamma=gamma) - penalty  # after discounting: no earlier step pays
+    trajectory, turn, penalty, Y = rows.steps(token_level_rewards, gamma=gamma, penalty=invalid_action_penalty_coef)
     group = rows.keys(group_by)
     levels = history_groups(rows.ids("anchor_obs"), trajectory, turn, group, history_length + 1)
 

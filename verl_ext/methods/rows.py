@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from verl_ext.methods.groups import LARGEST_EXACT, Column, joint_ids, to_numpy, value_ids
+from verl_ext.methods.returns import turn_returns
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 #: Fields that say where a row is, in error messages.
 LABELS = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
 
@@ -83,7 +83,7 @@ def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
 
 def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
     """Token tensor `row_values[i] * response_mask[i, t]`, [B, T] float32; ValueError names a value beyond float32."""
-    fits = np.abs(row_values) <= LARGEST_FLOAT32
+    fits = np.abs(row_values) <= np.finfo(np.float32).max
     if not fits.all():
         row = int(np.argmin(fits))
         raise ValueError(f"the advantage {row_values[row]!r} of row {row} does not fit into float32; scale the rewards")
@@ -131,12 +131,7 @@ class Rows:
             column = to_numpy(column)
         if len(column) != self.batch:
             raise RowFieldError(f"row field '{name}' has {len(column)} entries for a batch of {self.batch} rows")
-        if isinstance(column, np.ndarray):
-            return column
-        array = np.empty(self.batch, dtype=object)
-        for row, entry in enumerate(column):
-            array[row] = entry
-        return array
+        return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=self.batch)
 
     def keep(self, chosen: np.ndarray) -> None:
         """Drop the rows for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
@@ -212,11 +207,6 @@ class Rows:
         """Row scores S_i of the valid rows, [V] float64; ValueError names the first row that holds NaN or infinity."""
         return self.check_finite("token_level_rewards", row_scores(token_level_rewards)[self.kept])
 
-    def step_rewards(self, token_level_rewards: torch.Tensor) -> np.ndarray:
-        """`turn_reward`, [V] float64; of single-turn data, which has neither it nor trajectories, the row score."""
-        single_turn = not {"turn_reward", "traj_uid", "turn_index"} & self._columns.keys()
-        return self.scores(token_level_rewards) if single_turn else self.floats("turn_reward")
-
     def check_finite(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return `values` ([V], one a valid row), or raise ValueError that names the first row that is not finite."""
         finite = np.isfinite(values)
@@ -263,6 +253,20 @@ class Rows:
                 "trajectory chronologically, all agents counted, and mark copies with valid_row False"
             )
         return trajectory, turn
+
+    def steps(
+        self, token_level_rewards: torch.Tensor, *, gamma: float, penalty: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Trajectory ids, turn indices, penalties and penalised returns Y = R - penalty of the rows as steps, each [V].
+
+        R discounts `turn_reward`, or the row score of single-turn data, which has neither it nor trajectories. The
+        penalty, `penalty` where the action is invalid, comes after discounting: no earlier step pays for it.
+        """
+        single_turn = not {"turn_reward", "traj_uid", "turn_index"} & self._columns.keys()
+        reward = self.scores(token_level_rewards) if single_turn else self.floats("turn_reward")
+        penalties = self.penalty(penalty)
+        trajectory, turn = self.turns()
+        return trajectory, turn, penalties, turn_returns(reward, trajectory, turn, gamma=gamma) - penalties
 
     def where(self, row: int) -> str:
         """Words for the row at position `row` of the valid rows: its batch position, uid, trajectory and turn."""

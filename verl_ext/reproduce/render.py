@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import sys
@@ -13,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pandas
 
 from verl_ext.reproduce.collect import (
     AGENT_SPIKE,
@@ -395,51 +395,33 @@ def csv_text(result: Result) -> str:
     ``values`` are ``seed:value`` joined by spaces, numbers in full precision. With ``paper_ratio`` the paper's number
     and ours are changes in percent from ``paper_relative_to``, without it differences.
     """
-    differences: dict[tuple[str, str], list[Difference]] = {}
-    for one in result.differences:
-        differences.setdefault((one.cell, one.metric), []).append(one)
-    beside: dict[tuple[str, str], list[Beside]] = {}
-    for entry in result.beside:
-        beside.setdefault((entry.published.cell, entry.published.metric), []).append(entry)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, CSV_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    for cell in result.cells.values():
-        for name, spec in result.scale.metrics.items():
-            summary = cell.metrics[name]
-            row: dict[str, Any] = {
-                "scale": result.scale.name, "cell": cell.cell.name, "label": cell.cell.label, "metric": name,
-                "percent": spec.percent, "higher": spec.higher, "mean": summary.mean, "std": summary.std,
-                "seeds": len(cell.seeds),
+    data, lines = plain(result), []
+    for cell, own in result.cells.items():
+        for name, summary in own.metrics.items():
+            line = {
+                **_fields(result.scale.metrics[name], "percent", "higher"),
+                **_fields(summary, "mean", "std"),
+                "scale": result.scale.name,
+                "cell": cell,
+                "label": own.cell.label,
+                "metric": name,
+                "seeds": len(own.seeds),
                 "values": " ".join(f"{s}:{'' if v is None else v}" for s, v in sorted(summary.values.items())),
                 "unreached": " ".join(map(str, summary.unreached)),
-            }  # fmt: skip
-            against: list[dict[str, Any]] = [
-                {
-                    "baseline": one.baseline,
-                    "difference": one.value,
-                    "verdict": verdict_text(result, one),
-                    "low": one.interval and one.interval.low,
-                    "high": one.interval and one.interval.high,
-                }
-                for one in differences.get((cell.cell.name, name), [])
-            ]
+            }
+            against, beside = (
+                [one for one in data[what] if (one["cell"], one["metric"]) == (cell, name)]
+                for what in ("differences", "beside")
+            )
             # A quantity may be published twice, as itself and as a difference.
-            papers: list[dict[str, Any]] = [
-                {
-                    "paper": entry.published.value,
-                    "paper_relative_to": entry.published.relative_to,
-                    "paper_ratio": entry.published.ratio,
-                    "certainty": entry.published.certainty,
-                    "paper_gap": entry.gap,
-                    "paper_verdict": paper_verdict(entry),
-                }
-                for entry in beside.get((cell.cell.name, name), [])
+            papers = [
+                {"paper": one["paper"], "certainty": one["certainty"]}
+                | {f"paper_{key}": one[key] for key in ("relative_to", "ratio", "gap", "verdict")}
+                for one in beside
             ]
-            first, *further = against or [{}]
-            writer.writerows(row | first | paper for paper in papers or [{}])
-            writer.writerows(row | one for one in further)
-    return file.getvalue()
+            first, *further = [one | (one["interval"] or {}) for one in against] or [{}]
+            lines += [line | first | paper for paper in papers or [{}]] + [line | one for one in further]
+    return pandas.DataFrame(lines, columns=list(CSV_FIELDS), dtype=object).to_csv(index=False)
 
 
 def plain(result: Result) -> dict[str, Any]:
@@ -447,64 +429,54 @@ def plain(result: Result) -> dict[str, Any]:
     table, scale = result.table, result.scale
     return {
         "table": table.name,
-        "title": table.title,
-        "paper": table.paper,
-        "claim": table.claim,
+        **_fields(table, "title", "paper", "claim"),
         "scale": scale.name,
         "caption": caption(result),
         "claim_tested": scale.claim,
         "baseline": scale.baseline,
         "metrics": {
-            name: {
-                "label": spec.label, "kind": spec.kind, "options": dict(spec.options), "percent": spec.percent,
-                "higher": spec.higher,
-            }
+            name: _fields(spec, "label", "kind", "percent", "higher") | {"options": dict(spec.options)}
             for name, spec in scale.metrics.items()
         },
         "cells": {
             name: {
-                "label": cell.cell.label,
-                "steps": {str(seed): step for seed, step in cell.steps.items()},
-                "metrics": {metric: _plain_summary(summary) for metric, summary in cell.metrics.items()},
-                "agents": _plain_figures(cell.agents),
-                "levels": _plain_figures(cell.levels),
+                "label": one.cell.label,
+                "steps": {str(seed): step for seed, step in one.steps.items()},
+                "metrics": {metric: _plain_summary(summary) for metric, summary in one.metrics.items()},
+                "agents": _plain_figures(one.agents),
+                "levels": _plain_figures(one.levels),
             }
-            for name, cell in result.cells.items()
+            for name, one in result.cells.items()
         },
         "differences": [
-            {
-                "cell": one.cell, "baseline": one.baseline, "metric": one.metric, "difference": one.value,
-                "interval": _plain_interval(one.interval), "verdict": verdict_text(result, one),
-            }
+            _fields(one, "cell", "baseline", "metric")
+            | {"difference": one.value, "interval": _plain_interval(one.interval), "verdict": verdict_text(result, one)}
             for one in result.differences
         ],
         "published": [
-            {
-                "cell": one.cell, "metric": one.metric, "value": one.value, "relative_to": one.relative_to,
-                "ratio": one.ratio, "certainty": one.certainty, "note": one.note,
-            }
+            _fields(one, "cell", "metric", "value", "relative_to", "ratio", "certainty", "note")
             for one in table.published
         ],
         "beside": [
-            {
-                "cell": one.published.cell, "metric": one.published.metric, "paper": one.published.value,
-                "relative_to": one.published.relative_to, "ratio": one.published.ratio,
-                "certainty": one.published.certainty, "ours": one.ours,
-                "gap": one.gap, "interval": _plain_interval(one.interval), "verdict": paper_verdict(one),
-            }
+            _fields(one.published, "cell", "metric", "relative_to", "ratio", "certainty")
+            | {"paper": one.published.value, "ours": one.ours, "gap": one.gap}
+            | {"interval": _plain_interval(one.interval), "verdict": paper_verdict(one)}
             for one in result.beside
         ],
         "versions": {name: list(own) for name, own in result.versions.items()},
         "dates": list(result.dates) if result.dates else None,
         "problems": list(result.problems),
         "commands": list(result.commands),
-    }  # fmt: skip
+    }
+
+
+def _fields(one: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in names}
 
 
 def _plain_summary(summary: Summary) -> dict[str, Any]:
     return {
-        "mean": summary.mean,
-        "std": summary.std,
+        **_fields(summary, "mean", "std"),
         "n": len(summary.known),
         "values": {str(seed): value for seed, value in sorted(summary.values.items())},
         "reasons": {str(seed): reason for seed, reason in sorted(summary.reasons.items())},
@@ -518,8 +490,7 @@ def _plain_figures(figures: Mapping[str, Mapping[str, Summary]]) -> dict[str, An
 def _plain_interval(interval: Interval | None) -> dict[str, float | None] | None:
     if interval is None:
         return None
-    dof = interval.dof if math.isfinite(interval.dof) else None
-    return {"low": interval.low, "high": interval.high, "dof": dof}
+    return _fields(interval, "low", "high") | {"dof": interval.dof if math.isfinite(interval.dof) else None}
 
 
 # --- picture ------------------------------------------------------------------------------------------------------
@@ -538,37 +509,36 @@ def draw(result: Result, path: Path) -> None:
     from matplotlib import pyplot
 
     scale = result.scale
-    cells = [cell for cell in result.cells.values() if cell.seeds]
-    colours = {cell.cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(cells)}
+    cells = [one for one in result.cells.values() if one.seeds]
+    colours = {one.cell.name: COLOURS[place % len(COLOURS)] for place, one in enumerate(cells)}
     curves = [
-        (label, {cell.cell.name: list(curves_of(cell).values()) for cell in cells}, width)
-        for label, curves_of, width in (
-            ("training reward (mean of 5 steps)", lambda cell: cell.rewards, 5),
-            ("validation", lambda cell: cell.validation, 1),
-        )
+        ("training reward (mean of 5 steps)", 5, {one.cell.name: one.rewards for one in cells}),
+        ("validation", 1, {one.cell.name: one.validation for one in cells}),
     ]
-    curves = [one for one in curves if any(any(own) for own in one[1].values())]
+    curves = [one for one in curves if any(curve for own in one[2].values() for curve in own.values())]
     papers = _paper_marks(result)
     base = result.cells[scale.baseline] if scale.baseline else None
-    rows_of_cells = [
-        cell for cell in result.cells.values() if cell.seeds or any(cell.cell.name in p for p in papers.values())
-    ]
+    rows = [one for one in result.cells.values() if one.seeds or any(one.cell.name in own for own in papers.values())]
     panels = len(curves) + len(scale.metrics)
     columns = min(PANELS_A_ROW, panels)
-    rows = math.ceil(panels / columns)
-    height = max(2.6, 0.9 + 0.42 * len(rows_of_cells))
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.6 * columns + 1.2, height * rows + 0.9), dpi=120, squeeze=False, layout="constrained"
-    )
+    deep = math.ceil(panels / columns)
+    size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(rows)) * deep + 0.9)
+    figure, axes = pyplot.subplots(deep, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
     places = list(axes.flat)
-    for axis, (label, own, width) in zip(places, curves, strict=False):
-        _draw_curves(axis, own, colours, {cell.cell.name: cell.cell.label for cell in cells}, label, width)
-    for place, (name, spec) in enumerate(scale.metrics.items(), start=len(curves)):
+    for axis, (label, width, own) in zip(places, curves, strict=False):
+        for name, by_seed in own.items():
+            _draw_curve(axis, by_seed, width, color=colours[name], label=scale.cells[name].label)
+        axis.set_title(label, fontsize=9)
+        axis.set_xlabel("training step", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="best")
+    for axis, (name, spec) in zip(places[len(curves) :], scale.metrics.items(), strict=False):
         marks = papers.get(name, {})
-        own_rows = [cell for cell in rows_of_cells if cell.seeds or cell.cell.name in marks]
-        _draw_metric(places[place], name, spec, own_rows, colours, marks)
+        _draw_metric(axis, name, spec, [one for one in rows if one.seeds or one.cell.name in marks], colours, marks)
         if base is not None and (mean := base.metrics[name].mean) is not None:
-            places[place].axvline(mean, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
+            axis.axvline(mean, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
     for axis in places[panels:]:
         axis.set_visible(False)
     under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
@@ -580,31 +550,15 @@ def draw(result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_curves(
-    axis: Any,
-    curves: Mapping[str, Sequence[Mapping[int, float]]],
-    colours: Mapping[str, str],
-    labels: Mapping[str, str],
-    title: str,
-    width: int,
-) -> None:
-    from verl_ext.demo.compare import band
-
-    for name, own in curves.items():
-        known = [curve for curve in own if curve]
-        if not known:
-            continue
-        one = band(known, width)
-        marker = "o" if len(one.steps) <= 12 and width == 1 else None
-        axis.plot(one.steps, one.mean, color=colours[name], linewidth=1.8, marker=marker, markersize=3.5,
-                  label=labels[name])  # fmt: skip
-        axis.fill_between(one.steps, one.low, one.high, color=colours[name], alpha=0.15, linewidth=0)
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel("training step", fontsize=8)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
-    axis.tick_params(labelsize=8)
-    axis.legend(frameon=False, fontsize=8, loc="best")
+def _draw_curve(axis: Any, by_seed: Mapping[int, Mapping[int, float]], width: int, *, color: str, label: str) -> None:
+    """Mean and range over seeds of curves, each of which is smoothed by a running mean over `width` steps."""
+    seeds = [pandas.Series(curve).sort_index() for curve in by_seed.values() if curve]
+    if not seeds:
+        return
+    smooth = pandas.concat([one.rolling(width, min_periods=1).mean() for one in seeds], axis=1).sort_index()
+    marker = "o" if len(smooth) <= 12 and width == 1 else None
+    axis.plot(smooth.index, smooth.mean(axis=1), color=color, label=label, linewidth=1.8, marker=marker, markersize=3.5)
+    axis.fill_between(smooth.index, smooth.min(axis=1), smooth.max(axis=1), color=color, alpha=0.15, linewidth=0)
 
 
 def _paper_marks(result: Result) -> dict[str, dict[str, tuple[float, str]]]:

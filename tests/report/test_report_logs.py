@@ -204,11 +204,16 @@ def test_jsonl_with_lines_of_another_kind(tmp_path: Path) -> None:
     assert "line 2, 5" in run.problems[1]
 
 
-def test_the_later_value_of_a_step_wins_and_steps_that_go_back_are_said(tmp_path: Path) -> None:
-    records = [entry(1, a=1, b=1), entry(1, a=2), entry(2, a=3), entry(1, a=9), entry(3, a=4)]
-    run = read_run(lines(tmp_path / "metrics.jsonl", *records))
-    assert run.steps == {1: {"a": 9.0, "b": 1.0}, 2: {"a": 3.0}, 3: {"a": 4.0}}
-    assert len(run.problems) == 1 and "step 1 after step 2 in line 4" in run.problems[0]
+def test_the_later_value_of_a_step_wins_and_a_step_back_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [entry(1, a=1, b=1), entry(1, a=2), entry(2, a=3), entry(3, a=4)]
+    run = read_run(lines(path, *records))
+    assert run.steps == {1: {"a": 2.0, "b": 1.0}, 2: {"a": 3.0}, 3: {"a": 4.0}} and run.problems == []
+    # What was logged from the step on to which the run went back is the earlier run's.
+    run = read_run(lines(path, *records, entry(2, c=5), entry(2, a=6)))
+    assert run.steps == {1: {"a": 2.0, "b": 1.0}, 2: {"c": 5.0, "a": 6.0}}
+    assert len(run.problems) == 1 and "from 3 to 2 in line 5" in run.problems[0]
+    assert "only what is before step 2 is used" in run.problems[0]
 
 
 def test_runs_are_found_in_folders(tmp_path: Path) -> None:

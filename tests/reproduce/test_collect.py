@@ -27,7 +27,6 @@ from verl_ext.reproduce.collect import (
     Run,
     collect,
     evaluate,
-    latest_run,
     long_log,
     verdict_of,
 )
@@ -368,13 +367,6 @@ def test_steps_that_go_back_belong_to_the_later_run(table: Table, make: Make, tm
     assert "from 7 to 1" in only(result, "b/seed_1", "go back")
     # Step 0 of the earlier run is all that is left of it; its steps 5 to 7 are not.
     assert result.cells["b"].rewards[1] == {0: 9.0, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.7}
-
-
-def test_latest_run_after_a_resume() -> None:
-    lines = [(1, {"x": 1}), (2, {"x": 2}), (3, {"x": 3}), (2, {"x": 20}), (2, {"y": 5})]
-    assert latest_run(lines) == ((3, 2), {1: {"x": 1}, 2: {"x": 20, "y": 5}})
-    assert latest_run(lines[:3]) == (None, {1: {"x": 1}, 2: {"x": 2}, 3: {"x": 3}})
-    assert latest_run([]) == (None, {})
 
 
 def test_a_run_of_another_logger_is_read(table: Table, make: Make, tmp_path: Path) -> None:

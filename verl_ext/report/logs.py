@@ -64,7 +64,8 @@ class RunLog:
 def read_run(path: str | os.PathLike[str]) -> RunLog:
     """The metrics of one run.
 
-    Several values of a metric in one step: the later wins, as after a resume.
+    Several values of a metric in one step: the later wins. A jsonl whose steps go back, as after a resume, is that of
+    the later run from there on.
 
     Args:
         path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
@@ -206,10 +207,11 @@ def _read_records(
 
 
 def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str]) -> None:
+    """Add what is in a file; a step back takes away all that the file has logged from there on."""
     lines = file.read_bytes().split(b"\n")
     bad: list[int] = []
-    last: int | None = None
-    backwards: list[str] = []
+    own: dict[int, dict[str, float]] = {}
+    last, back = -1, ""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -221,20 +223,22 @@ def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[s
                 bad.append(number)
             continue
         step, data = record
-        if last is not None and step < last:
-            backwards.append(f"step {step} after step {last} in line {number}")
+        if step < last:
+            back = f"steps go back from {last} to {step} in line {number}: two runs in one file? Of the earlier one "
+            back += f"only what is before step {step} is used"
+            own = {earlier: values for earlier, values in own.items() if earlier < step}
         last = step
-        values = steps.setdefault(step, {})
-        for name, value in data.items():
-            if (read := _number(value)) is not None:
-                values[name] = read
+        numbers = {name: _number(value) for name, value in data.items()}
+        own.setdefault(step, {}).update({name: value for name, value in numbers.items() if value is not None})
+    for step, values in own.items():
+        steps.setdefault(step, {}).update(values)
     if bad:
         which = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         problems.append(
             f'{file}: {len(bad)} lines are not {{"step": ..., "data": {{...}}}} (line {which}); the others are used'
         )
-    if backwards:
-        problems.append(f"{file}: steps go back ({backwards[0]}): two runs in one file? The later value of a step wins")
+    if back:
+        problems.append(f"{file}: {back}")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

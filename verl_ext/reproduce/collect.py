@@ -39,7 +39,7 @@ from typing import Any
 import numpy
 import pandas
 
-from verl_ext.report.logs import LogError, read_lines, read_run
+from verl_ext.report.logs import LogError, read_run
 from verl_ext.reproduce import metrics
 from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
 from verl_ext.reproduce.metrics import Interval
@@ -375,25 +375,10 @@ def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | 
         text = _without(folder.path, f"left out: {error}")
         notes.add(text if complete else "left out: no step is logged yet", name)
         return None
-    steps, back = dict(log.steps), None
-    if log.source == "jsonl":
-        back, in_order = latest_run(list(read_lines(log.path)))
-        if back is not None:
-            steps = {
-                step: {key: float(v) if isinstance(v, int | float) else math.nan for key, v in data.items()}
-                for step, data in in_order.items()
-            }
-            last, first = back
-            notes.add(
-                f"the steps of its metrics go back from {last} to {first}: two runs in one file. Of the earlier one "
-                f"only what is before step {first} is used",
-                name,
-            )
     for problem in log.problems:
-        if back is None or "steps go back" not in problem:
-            notes.add(_without(folder.path, problem), name)
+        notes.add(_without(folder.path, problem), name)
     planned = record.get("steps") or scale.steps
-    run = Run(folder.cell, folder.seed, folder.path, long_log(steps), planned, record, scale.data.get("val", ()))
+    run = Run(folder.cell, folder.seed, folder.path, long_log(log.steps), planned, record, scale.data.get("val", ()))
     if not complete:
         state = f"{record.get('state')}, at step {run.end}{_of(run.planned)}"
         notes.add(f"left out: not complete ({state}); the run command goes on with it", name)
@@ -411,30 +396,6 @@ def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | 
 def _without(folder: Path, text: str) -> str:
     """A problem of a run without the path of its folder, since the run's name stands before it."""
     return text.replace(f"{folder}/", "").replace(str(folder), "the folder")
-
-
-def latest_run(
-    lines: Sequence[tuple[int, Mapping[str, Any]]],
-) -> tuple[tuple[int, int] | None, dict[int, dict[str, Any]]]:
-    """Metrics by step of a log whose steps may go back: a step back takes away all that was logged from there on.
-
-    After a resume the steps that are run again replace those of before; a second run from the start replaces all.
-
-    Args:
-        lines: (step, metrics) in the order in which they were logged.
-
-    Returns:
-        The last step back as (from, to), or None; and metrics by step.
-    """
-    back, steps = None, dict[int, dict[str, Any]]()
-    previous = -1
-    for step, data in lines:
-        if step < previous:
-            back = (previous, step)
-            steps = {earlier: values for earlier, values in steps.items() if earlier < step}
-        steps.setdefault(step, {}).update(data)
-        previous = step
-    return back, steps
 
 
 def _of(planned: int | None) -> str:

@@ -92,6 +92,8 @@ INSTALL_REQUIRES = [
     # The demo task and its curve.
     "reasoning-gym>=0.1.25,<0.2",
     "matplotlib>=3.8",
+    # The text of a paper's table.
+    "Jinja2>=3.1",
     # The HTTP retriever.
     "aiohttp",
     # Patterns over text of a model, in time linear in its length.

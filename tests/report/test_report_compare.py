@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
@@ -79,6 +80,10 @@ def test_names_of_files_and_of_folders_that_all_have(tmp_path: Path) -> None:
     assert [run.name for run in compare.load([tmp_path / "deep"])] == ["one_seed1", "one_seed2", "two.5"]
 
 
+def line_of(runs: list[compare.Run], axis: compare.Axis, window: int = 1) -> list[Any]:
+    return list(compare.group_line(runs, "m", axis, window).itertuples())
+
+
 def test_lines_are_means_over_seeds_after_smoothing(tmp_path: Path) -> None:
     first = {step: {"m": float(step**2), "perf/total_num_tokens": 10.0 * step} for step in range(1, 7)}
     second: dict[int, dict[str, float | None]] = {
@@ -90,7 +95,7 @@ def test_lines_are_means_over_seeds_after_smoothing(tmp_path: Path) -> None:
     runs = compare.load([tmp_path])
     axes = {axis.name: axis for axis in compare.axes(runs)}
     assert list(axes) == ["step", "tokens"]
-    line = compare.group_line(runs, "m", axes["step"])
+    line = line_of(runs, axes["step"])
     assert [(point.step, point.x, point.seeds) for point in line] == [
         (1, 1.0, 2),
         (2, 2.0, 1),
@@ -103,9 +108,9 @@ def test_lines_are_means_over_seeds_after_smoothing(tmp_path: Path) -> None:
     assert line[0].std == pytest.approx(statistics.stdev([1.0, 3.0])) and (line[0].low, line[0].high) == (1.0, 3.0)
     assert line[1].std == 0.0
     # Window 3: seed 0 at step 4 is the mean of 4, 9, 16; seed 1 that of 9, 12, for its value at 2 is none.
-    wide = compare.group_line(runs, "m", axes["step"], window=3)
+    wide = line_of(runs, axes["step"], 3)
     assert wide[3].mean == pytest.approx((29 / 3 + 21 / 2) / 2) and wide[1].mean == pytest.approx((2.5 + 3.0) / 2)
-    tokens = compare.group_line(runs, "m", axes["tokens"])
+    tokens = line_of(runs, axes["tokens"])
     assert [point.x for point in tokens][:4] == [10.0, 30.0, 45.0, 70.0]
     assert compare.smoothed([(1, math.nan), (2, math.inf), (9, 4.0)], 3)[2] == (9, 4.0)
     assert all(math.isnan(value) for _, value in compare.smoothed([(1, math.nan), (2, math.inf)], 3))

@@ -18,10 +18,10 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from verl_ext.html_page import page
 from verl_ext.report import compare
 from verl_ext.report.data import page_data
 from verl_ext.report.logs import LogError, RunLog, find_runs, read_run
-from verl_ext.report.page import render
 
 STEPS = 12
 
@@ -176,8 +176,8 @@ def test_runs_of_all_loggers_beside_each_other(written: Path, tmp_path: Path) ->
     assert [run.name for run in runs] == [written.name, f"{written.name}/events", "an experiment"]
     sections = compare.sections(runs)
     assert [panel.metric for panel in sections[0].panels] == ["val-core/task/reward/mean@4"]
-    page = render(page_data(runs, sections, title="three"))
-    text = page.split('id="data">')[1].split("</script>")[0]
+    html = page("verl_ext.report", title="three", data=page_data(runs, sections, title="three"))
+    text = html.split('id="data">')[1].split("</script>")[0]
     infinite = json.loads(text)["metrics"].index("inf")
     values = [series[str(infinite)]["v"][0] for series in json.loads(text)["series"]]
     assert values == [None, "Infinity", "Infinity"]
@@ -204,16 +204,19 @@ def test_jsonl_with_lines_of_another_kind(tmp_path: Path) -> None:
     assert "line 2, 5" in run.problems[1]
 
 
-def test_the_later_value_of_a_step_wins_and_a_step_back_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    records = [entry(1, a=1, b=1), entry(1, a=2), entry(2, a=3), entry(3, a=4)]
-    run = read_run(lines(path, *records))
-    assert run.steps == {1: {"a": 2.0, "b": 1.0}, 2: {"a": 3.0}, 3: {"a": 4.0}} and run.problems == []
-    # What was logged from the step on to which the run went back is the earlier run's.
-    run = read_run(lines(path, *records, entry(2, c=5), entry(2, a=6)))
-    assert run.steps == {1: {"a": 2.0, "b": 1.0}, 2: {"c": 5.0, "a": 6.0}}
-    assert len(run.problems) == 1 and "from 3 to 2 in line 5" in run.problems[0]
-    assert "only what is before step 2 is used" in run.problems[0]
+def test_the_later_value_of_a_step_wins_and_steps_that_go_back_are_said(tmp_path: Path) -> None:
+    records = [entry(1, a=1, b=1), entry(1, a=2), entry(2, a=3), entry(1, a=9), entry(3, a=4)]
+    path = lines(tmp_path / "metrics.jsonl", *records)
+    run = read_run(path)
+    assert run.steps == {1: {"a": 9.0, "b": 1.0}, 2: {"a": 3.0}, 3: {"a": 4.0}}
+    assert len(run.problems) == 1 and "from 2 to 1 in line 4" in run.problems[0]
+    # Or a step back is a run anew: what was logged from there on is an earlier one's.
+    run = read_run(path, anew=True)
+    assert run.steps == {1: {"a": 9.0}, 3: {"a": 4.0}} and "only what is before step 1 is used" in run.problems[0]
+    records = [entry(1, x=1), entry(2, x=2), entry(3, x=3), entry(2, x=20), entry(2, y=5)]
+    run = read_run(lines(path, *records), anew=True)
+    assert run.steps == {1: {"x": 1.0}, 2: {"x": 20.0, "y": 5.0}} and "from 3 to 2 in line 4" in run.problems[0]
+    assert read_run(lines(path, *records[:3]), anew=True).problems == []
 
 
 def test_runs_are_found_in_folders(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LogError: a run has no metrics, or a group or metric fits nothing.
     """
-    from verl_ext.report import compare, page
+    from verl_ext.html_page import page
+    from verl_ext.report import compare
     from verl_ext.report.data import page_data
 
     left_out: list[str] = []
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     sections = compare.sections(runs, args.metric)
     names = compare.group_names(runs)
     title = args.title or "Runs: " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    text = page.render(page_data(runs, sections, title=title, smooth=args.smooth, left_out=left_out))
+    data = page_data(runs, sections, title=title, smooth=args.smooth, left_out=left_out)
+    text = page("verl_ext.report", title=title, data=data)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_bytes(text.encode("utf-8", "backslashreplace"))
     metrics = len({name for one in runs for name in one.log.metrics()})

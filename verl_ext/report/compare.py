@@ -10,9 +10,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas
@@ -63,20 +63,6 @@ class Section:
     title: str
     panels: Sequence[Panel]
     main: int
-
-
-@dataclass(frozen=True)
-class GroupPoint:
-    """A group at one step: mean x and y over the seeds that have a finite value, their deviation (ddof 1, 0 for one
-    seed), smallest, largest and number."""
-
-    step: int
-    x: float
-    mean: float
-    std: float
-    low: float
-    high: float
-    seeds: int
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -171,12 +157,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    seen: dict[str, int] = defaultdict(int)
-    out = []
-    for name in names:
-        seen[name] += 1
-        out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return out
+    seen = pandas.Series(names).groupby(pandas.Series(names)).cumcount()
+    return [f"{name} ({number + 1})" if number else name for name, number in zip(names, seen, strict=True)]
 
 
 def _with_agent_norms(log: RunLog) -> RunLog:
@@ -187,17 +169,15 @@ def _with_agent_norms(log: RunLog) -> RunLog:
     suffix = "/gradient_energy_share"
     if any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.metrics()):
         return log
-    steps = {}
-    for step, values in log.steps.items():
-        norm = values.get("actor/grad_norm")
+    steps = {step: dict(values) for step, values in log.steps.items()}
+    for values in steps.values():
         shares = {name: share for name, share in values.items() if name.startswith("agent/") and name.endswith(suffix)}
-        added = {
-            f"{name[: -len(suffix)]}/grad_norm_estimate": norm * math.sqrt(share)
-            for name, share in shares.items()
-            if norm is not None and share >= 0
-        }
-        steps[step] = {**values, **added} if len(shares) > 1 else values
-    return RunLog(log.path, log.source, steps, log.problems, log.name)
+        if len(shares) > 1 and "actor/grad_norm" in values:
+            for name, share in shares.items():
+                if share >= 0:
+                    norm = values["actor/grad_norm"] * math.sqrt(share)
+                    values[f"{name.removesuffix(suffix)}/grad_norm_estimate"] = norm
+    return replace(log, steps=steps)
 
 
 # ---- axes ----------------------------------------------------------------------------------------------------------
@@ -284,10 +264,7 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     Raises:
         LogError: a name or pattern in `chosen` fits no metric.
     """
-    counts: dict[str, int] = defaultdict(int)
-    for run in runs:
-        for metric in run.log.metrics():
-            counts[metric] += 1
+    counts = Counter(metric for run in runs for metric in run.log.metrics())
     known = sorted(counts, key=natural_order)
     out = []
     first: list[str] = []
@@ -362,14 +339,17 @@ def smoothed(series: Sequence[tuple[int, float]], window: int) -> list[tuple[int
     return list(zip(steps, means.tolist(), strict=True))
 
 
-def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> list[GroupPoint]:
-    """The line of a group: its seeds smoothed, then met at each step."""
+def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> pandas.DataFrame:
+    """The line of a group: its seeds smoothed, then met at each step.
+
+    Returns:
+        A row a step, in order of x: ``step``, and over the seeds that have a finite value the means ``x`` and ``mean``,
+        ``std`` (ddof 1; 0 for one seed), ``low``, ``high`` and their number ``seeds``.
+    """
     rows = []
     for run in runs:
         places = positions(run, axis)
         rows += [(s, places[s], value) for s, value in smoothed(run.log.series(metric), window) if s in places]
     steps = pandas.DataFrame(rows, columns=["step", "x", "value"]).dropna().groupby("step")
-    values = steps["value"].agg(["mean", "std", "min", "max", "count"]).fillna({"std": 0.0})
-    line = values.assign(x=steps["x"].mean()).sort_values("x", kind="stable").reset_index()
-    columns = line[["step", "x", "mean", "std", "min", "max", "count"]]
-    return [GroupPoint(int(step), *rest) for step, *rest in columns.itertuples(index=False)]
+    values = steps["value"].agg(mean="mean", std="std", low="min", high="max", seeds="count").fillna({"std": 0.0})
+    return values.assign(x=steps["x"].mean()).sort_values("x", kind="stable").reset_index()

@@ -61,16 +61,17 @@ class RunLog:
         return [(step, values[metric]) for step, values in self.steps.items() if metric in values]
 
 
-def read_run(path: str | os.PathLike[str]) -> RunLog:
+def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
     """The metrics of one run.
 
-    Several values of a metric in one step: the later wins. A jsonl whose steps go back, as after a resume, is that of
-    the later run from there on.
+    Several values of a metric in one step: the later wins, as after a resume.
 
     Args:
         path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
             one of them: the folder of a run of this package, tensorboard's folder of one run, wandb's
             ``offline-run-*``. A folder that has several kinds is read from the first of jsonl, tensorboard, wandb.
+        anew: where the steps of a jsonl go back, what it has logged from there on before belongs to an earlier run and
+            is left out.
 
     Raises:
         LogError: nothing is there, nothing in it is a metric, or the folder holds several runs (the message names
@@ -81,7 +82,7 @@ def read_run(path: str | os.PathLike[str]) -> RunLog:
     if len(found) > 1:
         names = ", ".join(str(run) for run in found[:5]) + (", ..." if len(found) > 5 else "")
         raise LogError(f"{given}: holds the metrics of {len(found)} runs; name one of them: {names}")
-    return _read(found[0])
+    return _read(found[0], anew)
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
@@ -165,7 +166,7 @@ def _kind(path: Path) -> Source:
     )
 
 
-def _read(path: Path) -> RunLog:
+def _read(path: Path, anew: bool) -> RunLog:
     """Read one entry of `find_runs`."""
     steps: dict[int, dict[str, float]] = {}
     problems: list[str] = []
@@ -179,7 +180,7 @@ def _read(path: Path) -> RunLog:
     try:
         for file in files:
             if source == "jsonl":
-                _read_jsonl(file, steps, problems)
+                _read_jsonl(file, steps, problems, anew)
             else:
                 _read_records(file, tensorboard_values if source == "tensorboard" else wandb_values, steps, problems)
     except OSError as error:
@@ -206,8 +207,7 @@ def _read_records(
         problems.append(f"{file}: holds a message that cannot be read ({error}); what stands before it is used")
 
 
-def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str]) -> None:
-    """Add what is in a file; a step back takes away all that the file has logged from there on."""
+def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str], anew: bool) -> None:
     lines = file.read_bytes().split(b"\n")
     bad: list[int] = []
     own: dict[int, dict[str, float]] = {}
@@ -224,9 +224,9 @@ def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[s
             continue
         step, data = record
         if step < last:
-            back = f"steps go back from {last} to {step} in line {number}: two runs in one file? Of the earlier one "
-            back += f"only what is before step {step} is used"
-            own = {earlier: values for earlier, values in own.items() if earlier < step}
+            back = f"steps go back from {last} to {step} in line {number}: two runs in one file? "
+            back += f"Of the earlier one only what is before step {step} is used" if anew else "The later value wins"
+            own = {earlier: values for earlier, values in own.items() if earlier < step or not anew}
         last = step
         numbers = {name: _number(value) for name, value in data.items()}
         own.setdefault(step, {}).update({name: value for name, value in numbers.items() if value is not None})

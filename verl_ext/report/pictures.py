@@ -63,19 +63,18 @@ def _draw(one: Any, runs: Sequence[Run], panel: Panel, axis: Axis, smooth: int, 
         colour, dashes = style(number)
         members = [run for run in runs if run.group == name]
         line = group_line(members, panel.metric, axis, smooth)
-        if not line:
+        if line.empty:
             continue
-        x = [point.x for point in line]
         if smooth > 1:
             raw = group_line(members, panel.metric, axis)
-            one.plot([point.x for point in raw], [point.mean for point in raw], color=colour, alpha=0.3, linewidth=0.8)
-        if any(point.std > 0 for point in line):
-            low, high = ([point.mean + sign * point.std for point in line] for sign in (-1, 1))
-            one.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+            one.plot(raw["x"], raw["mean"], color=colour, alpha=0.3, linewidth=0.8)
+        if (line["std"] > 0).any():
+            low, high = line["mean"] - line["std"], line["mean"] + line["std"]
+            one.fill_between(line["x"], low, high, color=colour, alpha=0.18, linewidth=0)
         sparse = len(line) * 2 <= max(len(run.log.steps) for run in members) or len(line) <= 2
         one.plot(
-            x,
-            [point.mean for point in line],
+            line["x"],
+            line["mean"],
             color=colour,
             linewidth=1.8,
             linestyle=(0, dashes) if dashes else "-",

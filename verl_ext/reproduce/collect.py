@@ -334,22 +334,20 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
         run = _read(folder, table, scale, notes)
         if run is not None:
             found.append((run, folder.fingerprint_ok))
+    # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
+    kept: dict[str, Run] = {}
+    for run, _ in sorted(found, key=lambda one: (one[1], str(one[0].record.get("started", "")))):
+        kept[run.cell] = run
     runs = []
     for run, sound in found:
-        # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
-        of_cell = [(ok, str(other.record.get("started", "")), other) for other, ok in found if other.cell == run.cell]
-        kept = max(of_cell, key=lambda one: one[:2])[2]
-        same = run.record.get("settings") == kept.record.get("settings")
-        if not (sound or same):
+        if sound or run.record.get("settings") == kept[run.cell].record.get("settings"):
+            runs.append(run)
+        else:
             notes.add("left out: its settings are not those of the cell's other runs", run.name)
-            continue
-        runs.append(run)
     extras = {run.name: " ".join(run.record.get("extra", ())) for run in runs}
-    for extra in dict.fromkeys(extras.values()):
+    for name, extra in extras.items():
         if extra:
-            for name, own in extras.items():
-                if own == extra:
-                    notes.add(f"run with further overrides: {extra}", name)
+            notes.add(f"run with further overrides: {extra}", name)
     if len(set(extras.values())) > 1:
         notes.add("not all runs have the same further overrides: differences may come of those")
     return runs
@@ -370,7 +368,7 @@ def _read(folder: RunFolder, table: Table, scale: Scale, notes: Notes) -> Run | 
         return None
     complete = record.get("state") == COMPLETE
     try:
-        log = read_run(folder.path)
+        log = read_run(folder.path, anew=True)
     except LogError as error:
         text = _without(folder.path, f"left out: {error}")
         notes.add(text if complete else "left out: no step is logged yet", name)

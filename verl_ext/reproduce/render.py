@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,133 +174,98 @@ def main(table: Table, scale: str, out: Path) -> int:
 
 
 def markdown(result: Result) -> str:
-    """The table as a Markdown page: cells by metrics, differences, the paper's numbers, seeds, versions, commands."""
-    table, scale = result.table, result.scale
-    out = [f"# {table.title}", "", f"**{caption(result)}.**", ""]
-    out += [f"Claim ({table.paper}): {table.claim}", ""]
-    if scale.name == "laptop":
-        out += [f"Tested here: {scale.claim}", ""]
-    cells = [cell for cell in result.cells.values() if cell.seeds or not cell.cell.runnable]
-    shown = [cell for cell in cells if cell.seeds]
-    titles = [cell.cell.label + (" (baseline)" if cell.cell.name == scale.baseline else "") for cell in shown]
-    rows = [
-        [title, *(summary_text(cell.metrics[name], spec, len(cell.seeds)) for name, spec in scale.metrics.items()),
-         str(len(cell.seeds))]
-        for title, cell in zip(titles, shown, strict=True)
-    ]  # fmt: skip
-    heads = ["", *map(head, scale.metrics.values()), "seeds"]
-    if len(scale.metrics) > WIDEST and len(shown) < len(scale.metrics):
-        heads, *rows = map(list, zip(heads, *rows, strict=True))
-    out += _table(heads, rows)
-    out += [
-        "",
-        "Mean ± standard deviation over seeds. ↑: higher is better, ↓: lower is better."
-        + ("" if any(len(cell.seeds) > 1 for cell in shown) else " With one seed there is no deviation."),
-        "",
-    ]
-    out += _difference_part(result)
-    out += _paper_part(result)
-    out += _figure_part("Agents", "agent", [(cell, cell.agents) for cell in shown])
-    out += _figure_part("Levels of the hierarchy of groups", "level", [(cell, cell.levels) for cell in shown])
-    notes = [f"{cell.cell.label}: {cell.cell.note}" for cell in shown if cell.cell.note]
-    if notes:
-        out += ["## Cells", "", *_items(notes), ""]
-    if result.problems:
-        out += ["## Missing, left out or odd", "", *_items(result.problems), ""]
-    if scale.name == "full" and table.open:
-        out += ["## What paper and code leave open", "", *_items(table.open), ""]
-    out += _run_part(result, shown)
-    return "\n".join(out).rstrip() + "\n"
+    """The table as a Markdown page: cells by metrics, differences, the paper's numbers, seeds, versions, commands.
+
+    Its text is ``assets/table.md.jinja``.
+    """
+    import jinja2
+
+    table, scale, full = result.table, result.scale, result.table.full
+    shown = [one for one in result.cells.values() if one.seeds]
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("verl_ext.reproduce", "assets"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    pages.filters["line"] = _inline
+    page = pages.get_template("table.md.jinja").render(
+        table=table,
+        scale=scale,
+        laptop=scale.name == "laptop",
+        caption=caption(result),
+        grid=_grid,
+        cells=_cell_rows(scale, shown),
+        one_seed=all(len(one.seeds) <= 1 for one in shown),
+        differences=_difference_rows(result),
+        published=lambda numbers: _published_rows(numbers, full),
+        published_only=[one for one in table.published if not full.cells[one.cell].runnable],
+        beside=[_beside_row(one, full) for one in result.beside if full.cells[one.published.cell].runnable],
+        certainties=[(m, text) for m, text in CERTAINTIES.items() if m in {one.certainty for one in table.published}],
+        figures=[
+            ("Agents", *_figure_rows("agent", [(one, one.agents) for one in shown])),
+            ("Levels of the hierarchy of groups", *_figure_rows("level", [(one, one.levels) for one in shown])),
+        ],
+        lists=[
+            ("Cells", [f"{one.cell.label}: {one.cell.note}" for one in shown if one.cell.note]),
+            ("Missing, left out or odd", result.problems),
+            ("What paper and code leave open", table.open if scale.name == "full" else ()),
+            ("Runs", _run_facts(result, shown)),
+        ],
+        commands=result.commands,
+    )  # fmt: skip
+    return page.rstrip() + "\n"
 
 
-def _difference_part(result: Result) -> list[str]:
-    scale = result.scale
-    if not result.differences:
-        return []
+def _cell_rows(scale: Scale, cells: Sequence[CellResult]) -> str:
+    rows = []
+    for one in cells:
+        label = one.cell.label + (" (baseline)" if one.cell.name == scale.baseline else "")
+        values = (summary_text(one.metrics[name], spec, len(one.seeds)) for name, spec in scale.metrics.items())
+        rows.append([label, *values, str(len(one.seeds))])
+    return _grid(["", *map(head, scale.metrics.values()), "seeds"], rows)
+
+
+def _difference_rows(result: Result) -> list[tuple[str, list[list[str]], list[str]]]:
+    """For each cell that others are set against: its label, rows, and what has no difference to it."""
     out = []
     for other in dict.fromkeys(one.baseline for one in result.differences):
         own = {(one.cell, one.metric): one for one in result.differences if one.baseline == other}
         rows, lacking = [], []
         for cell in dict.fromkeys(name for name, _ in own):
             label = result.cells[cell].cell.label
-            for metric, spec in scale.metrics.items():
+            for metric, spec in result.scale.metrics.items():
                 if one := own.get((cell, metric)):
                     rows.append([label, head(spec), *difference_texts(one, spec), verdict_text(result, one)])
                 else:
                     lacking.append(f"{label} in {spec.label}")
-        out += [f"## Difference to {result.cells[other].cell.label}", ""]
-        out += [*_table(["", "metric", "difference", "95 % interval", "verdict"], rows), ""]
-        if lacking:
-            out += [f"No difference, since one side has no value: {'; '.join(lacking)}.", ""]
-    out += [
-        "Interval: Welch, over seeds. A difference whose interval holds 0 is inside the noise; of twenty without any "
-        "effect about one is outside.",
-    ]
-    if scale.name == "laptop":
-        out[-1] += " The claim's direction is the one that the metric calls better."
-    return [*out, ""]
+        out.append((result.cells[other].cell.label, rows, lacking))
+    return out
 
 
-def _paper_part(result: Result) -> list[str]:
-    table = result.table
-    if not table.published:
-        where = f" (published: {table.published_in})" if table.published_in else ""
-        return [] if result.scale.name == "laptop" else ["## The paper's numbers", "", f"None are known{where}.", ""]
-    if result.scale.name == "laptop":
-        out = ["## The paper's numbers", "", "They are of the full scale and are not compared with those above.", ""]
-        out += _published_rows(table.published, table.full)
-    else:
-        out = ["## Beside the paper", ""]
-        rows = []
-        ours = [beside for beside in result.beside if table.full.cells[beside.published.cell].runnable]
-        for beside in ours:
-            one, relative = beside.published, beside.published.relative_to is not None
-            what, spec = _paper_quantity(one, table.full)
-            rows.append([
-                what,
-                head(spec),
-                _paper_number(one.value, spec, relative),
-                one.certainty,
-                number(beside.ours, spec, sign=relative),
-                number(beside.gap, spec, sign=True),
-                paper_verdict(beside),
-                one.note,
-            ])  # fmt: skip
-        if rows:
-            out += _table(["", "metric", "paper", "certainty", "ours", "ours less paper", "verdict", "note"], rows)
-            out += ["", "Inside the noise: the paper's number lies in the 95 % interval of ours over seeds."]
-        others = [one for one in table.published if not table.full.cells[one.cell].runnable]
-        if others:
-            out += ["", "Published only:", "", *_published_rows(others, table.full)]
-    used = {one.certainty for one in table.published}
-    out += [
-        "",
-        "Certainty: " + "; ".join(f"*{mark}*: {text}" for mark, text in CERTAINTIES.items() if mark in used) + ".",
-    ]
-    if table.published_in:
-        out += ["", f"Published in: {table.published_in}."]
-    return [*out, ""]
+def _beside_row(beside: Beside, full: Scale) -> list[str]:
+    one, relative = beside.published, beside.published.relative_to is not None
+    what, spec = _paper_quantity(one, full)
+    numbers = number(beside.ours, spec, sign=relative), number(beside.gap, spec, sign=True)
+    paper = _paper_number(one.value, spec, relative)
+    return [what, head(spec), paper, one.certainty, *numbers, paper_verdict(beside), one.note]
 
 
-def _published_rows(published: Sequence[Published], scale: Scale) -> list[str]:
+def _published_rows(published: Sequence[Published], scale: Scale) -> str:
     """Numbers of the paper as a table of its own: a row for each cell, certainty and note."""
-    heads: list[str] = []
+    heads: dict[str, None] = {}
     values: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in published:
         what, spec = _paper_quantity(one, scale)
-        if head(spec) not in heads:
-            heads.append(head(spec))
+        heads[head(spec)] = None
         row = values.setdefault((what, one.certainty, one.note), {})
         row[head(spec)] = _paper_number(one.value, spec, one.relative_to is not None)
     noted = any(note for _, _, note in values)
-    titles = ["", "certainty", *heads, *(["note"] if noted else [])]
     rows = [
         [what, certainty, *(own.get(name, "") for name in heads), *([note] if noted else [])]
         for (what, certainty, note), own in values.items()
     ]
-    if len(heads) > WIDEST and len(rows) < len(heads):
-        titles, *rows = map(list, zip(titles, *rows, strict=True))
-    return _table(titles, rows)
+    return _grid(["", "certainty", *heads, *(["note"] if noted else [])], rows, others=3 if noted else 2)
 
 
 def _paper_quantity(published: Published, scale: Scale) -> tuple[str, MetricSpec]:
@@ -321,39 +286,29 @@ def _paper_number(value: float, spec: MetricSpec, relative: bool) -> str:
     return text if digits >= spec.digits else number(value, spec, sign=relative)
 
 
-def _figure_part(
-    title: str, what: str, cells: Sequence[tuple[CellResult, Mapping[str, Mapping[str, Summary]]]]
-) -> list[str]:
-    figures = list(dict.fromkeys(key for _, own in cells for values in own.values() for key in values))
-    if not figures:
-        return []
-    spec = MetricSpec("", "", "last", {})
+def _figure_rows(what: str, cells: Sequence[tuple[CellResult, Mapping[str, Mapping[str, Summary]]]]) -> tuple[str, str]:
+    """The figures of agents or levels as a table, empty if there are none, and what they are."""
+    names = list(dict.fromkeys(key for _, own in cells for values in own.values() for key in values))
+    spec = MetricSpec(name="", label="", kind="last", options={})
     rows = []
-    for cell, own in cells:
+    for one, own in cells:
         for name, values in own.items():
-            texts = [summary_text(values[key], spec, len(cell.seeds)) if key in values else "-" for key in figures]
-            rows.append([cell.cell.label, name, *texts])
-    return [
-        f"## {title}",
-        "",
-        *_table(["", what, *(figure if " " in figure else f"`{figure}`" for figure in figures)], rows),
-        "",
-        f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds."
-        + (f" The {AGENT_SPIKE}: of all steps." if AGENT_SPIKE in figures else ""),
-        "",
-    ]
+            texts = [summary_text(values[key], spec, len(one.seeds)) if key in values else "-" for key in names]
+            rows.append([one.cell.label, name, *texts])
+    note = f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds."
+    note += f" The {AGENT_SPIKE}: of all steps." if AGENT_SPIKE in names else ""
+    heads = ["", what, *(name if " " in name else f"`{name}`" for name in names)]
+    return _grid(heads, rows, others=len(heads)) if rows else "", note
 
 
-def _run_part(result: Result, cells: Sequence[CellResult]) -> list[str]:
+def _run_facts(result: Result, cells: Sequence[CellResult]) -> list[str]:
     scale = result.scale
-    out = ["## Runs", ""]
     facts = []
-    for cell in cells:
-        ends = sorted(set(cell.steps.values()))
+    for one in cells:
+        ends = sorted(set(one.steps.values()))
         steps = f"{ends[0]}" if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
-        facts.append(
-            f"{cell.cell.label} (`{cell.cell.name}`): seeds {', '.join(map(str, cell.seeds))}; steps used: {steps}"
-        )
+        seeds = ", ".join(map(str, one.seeds))
+        facts.append(f"{one.cell.label} (`{one.cell.name}`): seeds {seeds}; steps used: {steps}")
     if scale.task:
         facts.append(f"task: `{scale.task}` on the embedded CPU model")
     if scale.models:
@@ -363,16 +318,16 @@ def _run_part(result: Result, cells: Sequence[CellResult]) -> list[str]:
     if result.dates:
         first, last = result.dates
         facts.append(f"run on {first}" if first == last else f"run from {first} to {last}")
-    return [*out, *_items(facts), "", "```bash", *result.commands, "```", ""]
+    return facts
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return [f"| {' | '.join(line if line == '---' else _inline(line) for line in row)} |" for row in lines]
-
-
-def _items(texts: Iterable[str]) -> list[str]:
-    return [f"- {' '.join(text.split())}" for text in texts]
+def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], others: int = 2) -> str:
+    """A table; one with many columns, beside `others` that are no numbers, and few rows stands on its side."""
+    if WIDEST < len(heads) - others > len(rows):
+        heads, *rows = map(list, zip(heads, *rows, strict=True))
+    lines = [[_inline(field) for field in row] for row in (heads, *rows)]
+    lines.insert(1, ["---"] * len(heads))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _inline(text: str) -> str:

@@ -161,8 +161,7 @@ def kpo_loss_terms(
             without tokens left out); and the floats steady_state_gain and time_constant (tokens).
 
     Raises:
-        ValueError: an option is out of range, the shapes differ, or a model token holds NaN or infinity; names its row
-            and column, before anything is trained on it.
+        ValueError: an option is out of range, the shapes differ, or a model token is not finite; names row and column.
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, evaluated exactly.
     """

@@ -202,6 +202,6 @@ def test_the_page_holds_the_numbers_of_the_script(numbers: dict[str, Any]) -> No
             assert a == b
 
     same(numbers, stored)
-    for name in ("leave_one_out", "agents", "token_baseline", "histories"):
+    for name in ("leave_one_out", "agents", "token_baseline", "histories", "masking"):
         assert f"({name}.png)" in (TRUTH / "README.md").read_text(encoding="utf-8")
         assert (TRUTH / f"{name}.png").stat().st_size < 150_000

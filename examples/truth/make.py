@@ -3,7 +3,7 @@
 
     python examples/truth/make.py [--out DIR] [--numbers-only]
 
-writes four PNGs and numbers.json; README.md beside this file reads them. Nothing is sampled: every group of N samples
+writes five PNGs and numbers.json; README.md beside this file reads them. Nothing is sampled: every group of N samples
 of a tiny softmax policy is enumerated with its probability (see enumeration.py), so no seed plays a part.
 """
 
@@ -32,6 +32,7 @@ from enumeration import (
     two_agents,
     two_turns,
 )
+from masking import chain, classical_bound, direction, kept_gradient, masked_bound, modulated, rejecting
 
 from verl_ext.methods.gigpo import gigpo_advantage
 from verl_ext.methods.hgpo import hgpo_advantage
@@ -130,6 +131,29 @@ def histories() -> Numbers:
     return found
 
 
+def masking() -> Numbers:
+    """Trust region masking on a chain of 64 tokens, what dividing by the kept rows adds, and EMPG's direction."""
+    steps = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2]
+    found: Numbers = {"steps": steps}
+    chains = [chain(step) for step in steps]
+    for name in ("gain", "surrogate", "masked", "lost", "kept"):
+        found[name] = [getattr(one, name) for one in chains]
+    found["divergence"] = [one.divergence.tolist() for one in chains]
+    found["classical_bound"] = [classical_bound(one) for one in chains]
+    found["masked_bound"] = [masked_bound(one) for one in chains]
+    found["guaranteed"] = [one.masked - one.lost - masked_bound(one) for one in chains]
+    found |= {"sizes": [2, 3, 4, 5, 6], "rejected": [0.0, 2.5]}
+    for divisor in ("all", "kept"):
+        for rejected in found["rejected"]:
+            measured = [moments(bandit(), n, rejecting(divisor, rejected)) for n in found["sizes"]]
+            found[f"{divisor} {rejected:g}"] = [quality(one, kept_gradient(rejected))[:2] for one in measured]
+    found |= {"k": [0.0, 0.5, 1.0, 2.0, 4.0], "zeta": [0.0, 0.05, 0.1, 0.2, 0.5]}
+    found["of_k"] = [direction(modulated(k, 0.0)) for k in found["k"]]
+    found["of_zeta"] = [direction(modulated(0.0, zeta)) for zeta in found["zeta"]]
+    found["published"] = list(direction(modulated(1.0, 0.1)))
+    return found
+
+
 def numbers() -> Numbers:
     """Every number of the page."""
     return {
@@ -137,6 +161,7 @@ def numbers() -> Numbers:
         "agents": agents(),
         "token_baseline": token_baseline(),
         "histories": histories(),
+        "masking": masking(),
     }
 
 
@@ -225,13 +250,37 @@ def plots(found: Numbers, out: Path) -> list[Path]:
         axis.set(xlabel="group size N")
         axis.legend(fontsize=8)
     save(figure, "histories.png")
+
+    data = found["masking"]
+    figure, axes = page("masking", 3)
+    axes[0].plot(data["steps"], data["gain"], "k-", label="J(pi) - J(mu), exact")
+    axes[0].plot(data["steps"], data["masked"], "o--", label="masked surrogate")
+    axes[0].plot(data["steps"], data["masked_bound"], "s-", label="bound of its error", color="C0", alpha=0.5)
+    axes[0].plot(data["steps"], data["classical_bound"], "^-", label="classical bound, no mask", color="C1")
+    axes[0].axhline(1.0, color="k", linestyle=":")
+    axes[0].text(data["steps"][0], 1.5, "vacuous above 1", fontsize=8)
+    axes[0].set(title="64 tokens: gain, surrogate, bounds", xlabel="step", xscale="log", yscale="log")
+    for rejected, share, color in ((0.0, "13%", "C0"), (2.5, "60%", "C1")):
+        for divisor, style in (("all", "o-"), ("kept", "s--")):
+            along = [one[0] for one in data[f"{divisor} {rejected:g}"]]
+            axes[1].plot(data["sizes"], along, style, color=color, label=f"divided by {divisor}, {share} rejected")
+    axes[1].set(title="rejected rows: length along the truth", xlabel="group size N", ylim=(0.8, 3.3))
+    for place, (knob, label) in enumerate((("k", "of k, zeta = 0"), ("zeta", "of zeta, k = 0"))):
+        columns = list(zip(*data[f"of_{knob}"], strict=True))
+        x = np.array(data[knob]) / data[knob][-1]
+        axes[2].plot(x, columns[0], "o-", color=f"C{place}", label=f"length, {label}")
+        axes[2].plot(x, columns[1], "s--", color=f"C{place}", label=f"cosine, {label}")
+    axes[2].set(title="EMPG against the true gradient", xlabel="k / 4 and zeta / 0.5", ylim=(0.2, 1.2))
+    for axis in axes:
+        axis.legend(fontsize=8)
+    save(figure, "masking.png")
     return written
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_rounded(entry) for entry in value]
     return round(value, 6) if isinstance(value, float) else value
 

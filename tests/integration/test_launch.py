@@ -70,6 +70,21 @@ def test_two_losses_are_refused_by_name() -> None:
         checks.check(config("+recipe=[grpo,kpo]", "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"))
 
 
+def test_divergence_augmented_is_checked_at_launch() -> None:
+    recipe = "+recipe=[grpo,divergence_augmented]"
+    node = "actor_rollout_ref.actor.policy_loss"
+    many = ["actor_rollout_ref.rollout.n=4", "data.train_batch_size=256"]
+    assert checks.check(config(recipe, *many, "actor_rollout_ref.actor.ppo_mini_batch_size=64")) == []
+    (warning,) = checks.check(config(recipe, *many, "actor_rollout_ref.actor.ppo_mini_batch_size=256"))
+    assert "no effect with one update a batch" in warning
+    with pytest.raises(OptionError, match=r"policy_loss\.dapo_beta is -1; give a number of at least 0"):
+        checks.check(config(recipe, *many, f"{node}.dapo_beta=-1"))
+    with pytest.raises(OptionError, match=r"needs .*_target_=.*DivergenceAugmentedPolicyLossConfig"):
+        checks.check(config("+recipe=grpo", *many, f"{node}.loss_mode=divergence_augmented"))
+    with pytest.raises(OptionError, match="recipes kpo and divergence_augmented each set the policy loss"):
+        checks.check(config("+recipe=[grpo,kpo,divergence_augmented]", *many))
+
+
 def test_loss_recipe_alone_and_shared_discount_are_warned_about() -> None:
     (warning,) = checks.check(config("+recipe=kpo", "actor_rollout_ref.rollout.n=4"))
     assert "sets only the policy loss" in warning and "+recipe=[grpo,kpo]" in warning

@@ -16,7 +16,8 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import FSDPActorConfig
 
 from verl_ext.integration import losses
-from verl_ext.integration.config import KPOPolicyLossConfig
+from verl_ext.integration.config import DivergenceAugmentedPolicyLossConfig, KPOPolicyLossConfig
+from verl_ext.methods.divergence_augmented import divergence_augmented_terms
 from verl_ext.methods.kpo import kpo_loss_terms
 
 LARGEST = ("actor/kpo/log_ratio_abs_max", "actor/kpo/filtered_log_ratio_abs_max")
@@ -97,6 +98,26 @@ def test_first_update_of_a_batch_is_the_policy_gradient() -> None:
     assert metrics["actor/pg_clipfrac"] == 0
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_divergence_augmented_is_its_terms_under_verls_aggregation(weighted: bool) -> None:
+    data = tensors()
+    weights = torch.rand(4, 12) if weighted else None
+    options = DivergenceAugmentedPolicyLossConfig(loss_mode="divergence_augmented", dapo_beta=0.7, dapo_c=0.5)
+    config = actor()
+    object.__setattr__(config, "policy_loss", options)
+    loss_fn = core_algos.get_policy_loss_fn("divergence_augmented")
+    loss, metrics = loss_fn(**data, loss_agg_mode="token-mean", config=config, rollout_is_weights=weights)
+    terms, divergence = divergence_augmented_terms(**data, beta=0.7, c=0.5)
+    terms = terms if weights is None else terms * weights
+    torch.testing.assert_close(loss, terms.sum() / 20)
+    charged = divergence[data["response_mask"]]
+    assert metrics["actor/divergence/mean"] == pytest.approx(float(charged.mean()))
+    assert metrics["actor/divergence/abs_mean"] == pytest.approx(float(charged.abs().mean()))
+    nothing = {**data, "response_mask": torch.zeros(4, 12, dtype=torch.bool)}
+    loss, metrics = loss_fn(**nothing, loss_agg_mode="token-mean", config=config)
+    assert loss == 0 and all(value == 0 for value in metrics.values())
+
+
 def test_options_come_through_verls_own_config_machinery() -> None:
     node = OmegaConf.create({"_target_": "verl_ext.integration.config.KPOPolicyLossConfig", "loss_mode": "kpo"})
     options = omega_conf_to_dataclass(node)
@@ -116,6 +137,12 @@ def test_options_come_through_verls_own_config_machinery() -> None:
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KPOPolicyLossConfig(loss_mode="kpo", **options)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), True, "1"])
+def test_bad_options_of_divergence_augmented_are_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"policy_loss\.dapo_c is .*; give a number of at least 0"):
+        DivergenceAugmentedPolicyLossConfig(loss_mode="divergence_augmented", dapo_c=value)
 
 
 def test_loss_without_its_options_says_what_to_do() -> None:

@@ -22,6 +22,7 @@ import torch
 
 from verl_ext.integration import verl_api, wraps
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
+from verl_ext.integration.imitation import ImitationMixin
 
 ONE_PASS = "verl_ext_one_pass"
 RHO = "verl_ext_rho"
@@ -297,7 +298,7 @@ def _statistics(
     return out
 
 
-MIXINS: tuple[type, ...] = (AgentGradientsMixin, OnePassMixin)
+MIXINS: tuple[type, ...] = (AgentGradientsMixin, ImitationMixin, OnePassMixin)
 """The parts of the workers' side in order, the outermost first: agents are separated of what the one pass has made."""
 
 

@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import wraps
+from verl_ext.integration import imitation, wraps
+from verl_ext.methods.divergence_augmented import divergence_augmented_terms
+from verl_ext.methods.hybrid_imitation import hybrid_imitation_terms
 from verl_ext.methods.kpo import kpo_loss_terms, steady_state_gain, time_constant
 
 logger = logging.getLogger(__name__)
+
+OPTIONS = {
+    "kpo": "KPOPolicyLossConfig",
+    "divergence_augmented": "DivergenceAugmentedPolicyLossConfig",
+    "hybrid_imitation": "HybridImitationPolicyLossConfig",
+}
+"""For each loss the class of `verl_ext.integration.config` with its options."""
 
 SHORT = 0.5
 """Responses shorter than this many time constants of the filter are warned about."""
@@ -45,12 +54,7 @@ def kpo(
     """
     from verl.trainer.ppo.core_algos import agg_loss
 
-    options: Any = getattr(config, "policy_loss", None)
-    if not hasattr(options, "kalman_q"):
-        raise ValueError(
-            "loss_mode=kpo needs actor_rollout_ref.actor.policy_loss._target_="
-            "verl_ext.integration.config.KPOPolicyLossConfig, which carries its options. Use +recipe=kpo."
-        )
+    options = _options(config, "kpo", "kalman_q")
     low = config.clip_ratio_low if config.clip_ratio_low is not None else config.clip_ratio
     high = config.clip_ratio_high if config.clip_ratio_high is not None else config.clip_ratio
     loss_mat, stats = kpo_loss_terms(
@@ -69,6 +73,120 @@ def kpo(
     )
     loss = agg_loss(loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
     return loss, _metrics(stats, options.kalman_q / options.kalman_r)
+
+
+def divergence_augmented(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Policy loss that charges the drift from the old policy (arXiv 2501.15034), ``loss_mode: divergence_augmented``.
+
+    Arguments and results as of `kpo`; ``policy_loss`` is a `config.DivergenceAugmentedPolicyLossConfig`. The formula
+    is in `verl_ext.methods.divergence_augmented`.
+
+    Raises:
+        ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``divergence_augmented``.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    options = _options(config, "divergence_augmented", "dapo_beta")
+    terms, divergence = divergence_augmented_terms(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        beta=options.dapo_beta,
+        c=options.dapo_c,
+        rho_bar=options.dapo_rho_bar,
+    )
+    if rollout_is_weights is not None:
+        terms = terms * rollout_is_weights
+    loss = agg_loss(loss_mat=terms, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    token = response_mask.bool()
+    charged = divergence[token] if token.any() else divergence.new_zeros(1)
+    drift = torch.where(token, old_log_prob - log_prob.detach(), 0.0)[token]
+    return loss, {
+        "actor/ppo_kl": float(drift.mean()) if drift.numel() else 0.0,
+        "actor/pg_clipfrac": 0.0,  # nothing is clipped
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/divergence/mean": float(charged.mean()),
+        "actor/divergence/abs_mean": float(charged.abs().mean()),
+    }
+
+
+def hybrid_imitation(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Divergence from a teacher and reward in one gradient (arXiv 2512.23097), ``loss_mode: hybrid_imitation``.
+
+    Arguments and results as of `kpo`; ``policy_loss`` is a `config.HybridImitationPolicyLossConfig`, and the divergence
+    of each token is that of `imitation.current`. The formula is in `verl_ext.methods.hybrid_imitation`. The weights
+    ``rollout_is_weights`` act on the sparse term, the one about the sampled token.
+
+    Raises:
+        ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``hybrid_imitation``.
+        RuntimeError: the engine has computed no divergence.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    options = _options(config, "hybrid_imitation", "imitation_lambda")
+    found = imitation.current()
+    if found is None:
+        raise RuntimeError(
+            "hybrid_imitation: the training engine has computed no divergence from the teacher. Start the run with "
+            "+recipe=hybrid_imitation and actor_rollout_ref.actor.strategy=fsdp2."
+        )
+    kl, *masses = (found[name] for name in imitation.OUTPUTS)
+    dense, sparse = hybrid_imitation_terms(
+        kl,
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        imitation_lambda=options.imitation_lambda,
+        future_kl=options.future_kl,
+    )
+    if rollout_is_weights is not None:
+        sparse = sparse * rollout_is_weights
+    terms = dense + sparse
+    loss = agg_loss(loss_mat=terms, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    token = response_mask.bool()
+    columns = torch.stack([kl.detach(), *masses, old_log_prob - log_prob.detach()], dim=-1)[token].double()
+    means = (columns.sum(0) / max(len(columns), 1)).tolist()
+    return loss, {
+        "actor/imitation/kl": means[0],
+        "actor/imitation/student_mass": means[1],
+        "actor/imitation/teacher_mass": means[2],
+        "actor/ppo_kl": means[3],
+        "actor/pg_clipfrac": 0.0,  # nothing is clipped
+        "actor/pg_clipfrac_lower": 0.0,
+    }
+
+
+def _options(config: Any, loss: str, option: str) -> Any:
+    """The actor's ``policy_loss``, which carries the options of the loss.
+
+    Raises:
+        ValueError: it has not the option by which it is known.
+    """
+    options: Any = getattr(config, "policy_loss", None)
+    if not hasattr(options, option):
+        raise ValueError(
+            f"loss_mode={loss} needs actor_rollout_ref.actor.policy_loss._target_=verl_ext.integration.config."
+            f"{OPTIONS[loss]}, which carries its options. Use +recipe={loss}."
+        )
+    return options
 
 
 def _metrics(stats: dict[str, Any], q: float) -> dict[str, Any]:
@@ -130,6 +248,9 @@ def _warn_if_short(mean_response_length: float, q: float) -> None:
         )
 
 
+LOSSES = {"kpo": kpo, "divergence_augmented": divergence_augmented, "hybrid_imitation": hybrid_imitation}
+
+
 def register() -> None:
     """Register the losses with verl. verl overwrites silently, so a name taken by another function is refused.
 
@@ -138,7 +259,8 @@ def register() -> None:
     """
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    taken = POLICY_LOSS_REGISTRY.get("kpo")
-    if taken is not None and taken is not kpo:
-        raise ValueError(f"the policy loss 'kpo' is registered already, by {taken.__module__}")
-    register_policy_loss("kpo")(kpo)
+    for name, loss in LOSSES.items():
+        taken = POLICY_LOSS_REGISTRY.get(name)
+        if taken is not None and taken is not loss:
+            raise ValueError(f"the policy loss {name!r} is registered already, by {taken.__module__}")
+        register_policy_loss(name)(loss)

@@ -215,6 +215,26 @@ def path_energy(
     return torch.where(response_mask.bool(), energy, 0.0).clamp(min=0.0).sum(-1, dtype=torch.float64).numpy()
 
 
+def logit_update(
+    advantages: torch.Tensor, old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """Length of a token's policy gradient with respect to its logits, |A| |onehot(y) - pi| (arXiv 2506.12912).
+
+    Args:
+        advantages, old_log_probs, sum_pi_squared: [B, T] float.
+        response_mask: [B, T] 0/1.
+
+    Returns:
+        ``actor/logit_update/{mean,max}`` over model tokens; nothing without any.
+    """
+    token = response_mask.bool()
+    if not bool(token.any()):
+        return {}
+    energy = 1.0 - 2.0 * old_log_probs[token].double().exp() + sum_pi_squared[token].double()
+    length = advantages[token].double().abs() * energy.clamp(min=0.0).sqrt()
+    return {"actor/logit_update/mean": float(length.mean()), "actor/logit_update/max": float(length.max())}
+
+
 def baseline_metrics(
     prefix: str,
     advantages: torch.Tensor,

@@ -54,12 +54,13 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl.utils.dataset.dataset_utils": ("DatasetPadMode.NO_PADDING",),
         "verl.utils.device": ("get_device_id", "get_device_name", "get_torch_device"),
         "verl.utils.metric": ("AggregationType.SUM", "Metric(value, aggregation)"),
-        "verl.utils.tensordict_utils": ("get_non_tensor_data(data, key, default)",),
+        "verl.utils.tensordict_utils": ("assign_non_tensor", "get_non_tensor_data(data, key, default)"),
         "verl.utils.ulysses": ("get_ulysses_sequence_parallel_rank", "get_ulysses_sequence_parallel_world_size"),
         "verl.workers.engine.base": ("EngineRegistry._engines",),
         "verl.workers.engine.fsdp": (),
         "verl.workers.engine.fsdp.transformer_impl": ("FSDPEngineWithLMHead._gather_and_unpad_packed",),
         "verl.workers.engine_workers": ("ActorRolloutRefWorker.update_actor", "TrainingWorker.train_mini_batch"),
+        "verl.workers.utils.padding": ("no_padding_2_padding",),
     },
     UPDATES: {
         "verl.utils.seqlen_balancing": (
@@ -145,6 +146,7 @@ OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
         for mixin in (
             "verl_ext.integration.engine:OnePassMixin",
             "verl_ext.integration.agent_gradients:AgentGradientsMixin",
+            "verl_ext.integration.imitation:ImitationMixin",
         )
     ),
     PRUNING: (("verl_ext.integration.dvp:PrunedClientMixin", "verl.workers.rollout.llm_server:LLMServerClient"),),

@@ -14,6 +14,7 @@ from verl_ext.integration.parts import (
     agent_gradients,
     agent_loops,
     columns,
+    imitation,
     losses,
     methods,
     metrics_file,
@@ -39,6 +40,7 @@ PARTS: tuple[type[Part], ...] = (
     columns.Columns,  # row fields in the order of the rows, for all that follow
     rollouts.Rollouts,
     losses.Losses,
+    imitation.Imitation,  # what the loss hybrid_imitation reads of a teacher
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
     # here: what rejects rows or tokens before the advantage
     methods.Methods,  # settles the rewards; after the estimator checks what came out

@@ -14,7 +14,7 @@ from verl_ext.integration import columns
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 
 VERL_OTB = {"optimal_token_baseline", "tir_optimal_token_baseline"}
@@ -79,10 +79,23 @@ class Columns(Part):
 
 
 def engine_columns(config: Any) -> set[str]:
-    """Token columns that the run's estimators need from the engine's pass over the old policy's logits."""
+    """Token columns that the run's estimators and metrics need from the engine's pass over the old policy's logits."""
     names = component_names(config.algorithm)
     needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
-    return needs | ({"sum_pi_squared"} if VERL_OTB & set(names) else set())
+    named = VERL_OTB & set(names) or logit_update_wanted(config)
+    return needs | ({"sum_pi_squared"} if named else set())
+
+
+def logit_update_wanted(config: Any) -> bool:
+    """``verl_ext.logit_update``.
+
+    Raises:
+        OptionError: not true or false.
+    """
+    value = select(config.get("verl_ext"), "logit_update", False)
+    if not isinstance(value, bool):
+        raise OptionError(f"verl_ext.logit_update is {value!r}; give true or false.")
+    return value
 
 
 def check_sum_pi_squared(config: Any) -> None:
@@ -91,20 +104,22 @@ def check_sum_pi_squared(config: Any) -> None:
     Raises:
         OptionError: there is none, or its engine cannot compute it.
     """
+    who = "verl_ext.logit_update" if logit_update_wanted(config) else "otb"
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode", False):
         raise OptionError(
-            "otb needs sum_pi_squared, which comes with the old log-probabilities, but "
+            f"{who} needs sum_pi_squared, which comes with the old log-probabilities, but "
             "algorithm.rollout_correction.bypass_mode=true skips that pass. Set it to false."
         )
     if config.actor_rollout_ref.model.get("use_fused_kernels", False):
         raise OptionError(
-            "otb needs the logits, which fused kernels never form. Set actor_rollout_ref.model.use_fused_kernels=false."
+            f"{who} needs the logits, which fused kernels never form. Set "
+            "actor_rollout_ref.model.use_fused_kernels=false."
         )
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise OptionError(
-            f"otb needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
+            f"{who} needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
             "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2 or megatron."
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.integration.losses import OPTIONS
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
@@ -55,12 +56,48 @@ class Losses(Part):
                 f"the recipe {asked[0]} sets the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
                 f"replaces it. Leave out the recipe {asked[0]} or that override."
             )
+        _check_options(config)
+        warnings = _check_divergence(config) if mode == "divergence_augmented" else []
         if not asked or component_names(config.algorithm) != ["gae"]:
-            return []
+            return warnings
         return [
+            *warnings,
             f"the recipe {asked[0]} sets only the policy loss; the advantage estimator is verl's default, gae, with a "
-            f"critic. Name an estimator beside it, for example +recipe=[grpo,{asked[0]}]."
+            f"critic. Name an estimator beside it, for example +recipe=[grpo,{asked[0]}].",
         ]
+
+
+def _check_options(config: Any) -> None:
+    """Refuse the options of a loss of ours that its class refuses, before a worker does."""
+    node = config.actor_rollout_ref.actor.policy_loss
+    if node.loss_mode not in OPTIONS:
+        return
+    from hydra.errors import InstantiationException
+    from verl.utils.config import omega_conf_to_dataclass
+
+    wanted = f"verl_ext.integration.config.{OPTIONS[node.loss_mode]}"
+    if node.get("_target_") != wanted:
+        raise OptionError(
+            f"{LOSS}.loss_mode={node.loss_mode} needs {LOSS}._target_={wanted}, which carries its options. Use "
+            f"+recipe={node.loss_mode}."
+        )
+    try:
+        omega_conf_to_dataclass(node)
+    except InstantiationException as error:
+        raise OptionError(str(error.__cause__ or error)) from error
+
+
+def _check_divergence(config: Any) -> list[str]:
+    """Where every batch has one update from log-probabilities of the same policy, there is no divergence to charge."""
+    actor = config.actor_rollout_ref.actor
+    updates = select(config.get("verl_ext"), "updates_per_batch")
+    once = actor.ppo_mini_batch_size >= config.data.train_batch_size if updates is None else updates == 1
+    if not once or actor.ppo_epochs > 1 or select(select(config.algorithm, "rollout_correction"), "bypass_mode", False):
+        return []
+    return [
+        "divergence_augmented has no effect with one update a batch: the policy has not moved from the old one yet. "
+        "Lower actor_rollout_ref.actor.ppo_mini_batch_size, or set verl_ext.updates_per_batch or ppo_epochs above 1."
+    ]
 
 
 def _check_bypass(config: Any) -> None:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's real FSDP engine for actor and reference in one process, for test_imitation.py: gradients of the hybrid loss.
+
+python imitation_process.py MODEL TEACHER OUT RANK WORLD_SIZE PORT
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import Any
+
+from engine_process import LENGTHS, TEMPERATURES, batch, rows
+
+TOP_K, LAMBDA = 8, 0.5
+TEACHERS = {"top": TOP_K, "all": None, "full": None, "server": TOP_K}
+
+
+def main(model: str, teacher: str, out: str, rank: int, world: int, port: str) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
+    import torch
+    import verl  # noqa: F401  (loads the plugin)
+    from verl.trainer.config import CheckpointConfig
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.workers.config import (
+        DistillationConfig,
+        DistillationLossConfig,
+        FSDPActorConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+    )
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.utils.losses import ppo_loss
+
+    from verl_ext.integration import imitation
+    from verl_ext.integration.config import HybridImitationPolicyLossConfig
+
+    torch.distributed.init_process_group("gloo")
+    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+    def engine(path: str, forward_only: bool) -> Any:
+        made = EngineRegistry.new(
+            "language_model",
+            "fsdp2",
+            model_config=HFModelConfig(
+                path=path, override_config={"attn_implementation": "sdpa"}, enable_gradient_checkpointing=False
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                dtype="float32",
+                mixed_precision=float32,
+                use_torch_compile=False,
+                forward_only=forward_only,
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=0.0),
+            checkpoint_config=CheckpointConfig(),
+        )
+        made.initialize()
+        return made
+
+    reference, actor = engine(teacher, True), engine(model, False)
+    vocabulary = actor.module.config.vocab_size
+    options = HybridImitationPolicyLossConfig(loss_mode="hybrid_imitation", imitation_lambda=LAMBDA, teacher_topk=TOP_K)
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, loss_agg_mode="token-mean", policy_loss=options
+    )
+    of_verl = DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=TOP_K, use_policy_gradient=False, distillation_loss_coef=0.0
+    )
+    server = DistillationConfig(distillation_loss=of_verl)
+    results: dict[str, Any] = {}
+    for rmpad in (False, True):
+        for kind in ("cool", "rows"):
+            settings = {
+                "temperature": TEMPERATURES[kind],
+                "use_remove_padding": rmpad,
+                "use_dynamic_bsz": False,
+                "micro_batch_size_per_gpu": 2,
+            }
+            for name in TEACHERS:
+                chosen = list(range(len(LENGTHS)))
+                told = {imitation.DIRECTION: "reverse", imitation.FULL: name == "full"}
+                data = batch(chosen, vocabulary, **settings, **told, distillation_use_topk=name == "server")
+                if name != "full":
+                    top_k = {imitation.TOP_K: vocabulary if name == "all" else TOP_K}
+                    with torch.no_grad(), reference.eval_mode():
+                        output = reference.forward_backward_batch(
+                            batch(chosen, vocabulary, **settings, **top_k), loss_function=None, forward_only=True
+                        )
+                    for column in ("teacher_ids", "teacher_logprobs"):
+                        found = list(output["model_output"][column].unbind())
+                        data[column] = torch.nested.as_nested_tensor(found, layout=torch.jagged)
+                loss = partial(ppo_loss, config=config)
+                if name == "server":  # as verl's worker does with a distillation teacher, settings of our launch
+                    loss = partial(distillation_ppo_loss, config=config, distillation_config=server)
+                with actor.train_mode():
+                    actor.optimizer_zero_grad()
+                    output = actor.forward_backward_batch(data, loss_function=loss)
+                    gradient = {n: p.grad.full_tensor().clone() for n, p in actor.module.named_parameters()}
+                metrics = {key: getattr(value, "values", value) for key, value in output["metrics"].items()}
+                results[f"{'packed' if rmpad else 'padded'}/{kind}/{name}"] = {"grad": gradient, "metrics": metrics}
+    for kind in ("cool", "rows"):
+        for name, top_k in TEACHERS.items():
+            results[f"plain/{kind}/{name}"] = {"grad": plain(model, teacher, TEMPERATURES[kind], top_k, vocabulary)}
+    torch.save(results, f"{out}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def plain(model: str, teacher: str, temperature: Any, top_k: int | None, vocabulary: int) -> dict[str, Any]:
+    """The gradient by the formula, row by row, with autograd through the divergence."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    student, other = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
+    total, tokens = torch.zeros(()), 0
+    for number, ((prompt, _), row) in enumerate(zip(LENGTHS, rows(vocabulary), strict=True)):
+        degree = temperature[number] if isinstance(temperature, list) else temperature
+        ids = row["input_ids"][None]
+        x = student(ids).logits[0, prompt - 1 : -1] / degree
+        with torch.no_grad():
+            y = other(ids).logits[0, prompt - 1 : -1] / degree
+        kept = y.topk(top_k or vocabulary).indices
+        p, q = x.gather(-1, kept).log_softmax(-1), y.gather(-1, kept).log_softmax(-1)
+        mask = row["response_mask"].bool()
+        kl = torch.where(mask, (p.exp() * (p - q)).sum(-1), 0.0)
+        ahead = torch.stack([kl[t + 1 :].sum() for t in range(len(kl))]).detach()
+        log_prob = x.log_softmax(-1).gather(-1, row["responses"][:, None]).squeeze(-1)
+        sparse = (ahead - LAMBDA * row["advantages"]) * (log_prob - row["old_log_probs"]).exp()
+        total, tokens = total + (kl + sparse)[mask].sum(), tokens + int(mask.sum())
+    (total / tokens).backward()
+    return {name: parameter.grad for name, parameter in student.named_parameters()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])

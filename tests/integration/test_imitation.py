@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The teacher of ``hybrid_imitation`` in verl's engines, and what the launch refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import imitation_process as cases
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from ranks import run_ranks
+from test_engine import model  # noqa: F401  (a fixture)
+
+from verl_ext.integration import checks, losses
+from verl_ext.integration.config import HybridImitationPolicyLossConfig
+from verl_ext.integration.options import OptionError
+from verl_ext.recipes import recipe_root, verl_config_dir
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, Any]:  # noqa: F811
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = model.parent / "teacher"
+    generator = torch.Generator().manual_seed(5)
+    made = AutoModelForCausalLM.from_pretrained(model)
+    for parameter in made.parameters():
+        parameter.data += 0.3 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    made.save_pretrained(teacher)
+    AutoTokenizer.from_pretrained(model).save_pretrained(teacher)
+    environment = {
+        "VERL_PLATFORM": "cpu",
+        "VERL_EXT_STRICT": "1",
+        "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    out = model.parent / "imitation"
+    run_ranks(Path(cases.__file__), model, teacher, out, world=1, environment=environment)
+    return torch.load(f"{out}.0", weights_only=False)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["cool", "rows"])
+@pytest.mark.parametrize("teacher", cases.TEACHERS)
+def test_gradient_in_the_engine_is_that_of_the_formula(
+    found: dict[str, Any], layout: str, kind: str, teacher: str
+) -> None:
+    """Top tokens and whole vocabulary, of the reference and as verl's teacher sends them."""
+    ours, plain = found[f"{layout}/{kind}/{teacher}"], found[f"plain/{kind}/{teacher}"]
+    assert ours["grad"].keys() == plain["grad"].keys()
+    for name, gradient in plain["grad"].items():
+        torch.testing.assert_close(ours["grad"][name], gradient, atol=2e-5, rtol=2e-3)
+    (mass,) = {
+        round(float(torch.tensor(v).mean()), 3) for k, v in ours["metrics"].items() if k.endswith("teacher_mass")
+    }
+    assert mass == pytest.approx(1.0, abs=1e-3) if teacher in ("all", "full") else 0.05 < mass < 0.95
+
+
+def config(*overrides: str, recipe: str = "[grpo,hybrid_imitation]") -> Any:
+    search = f"hydra.searchpath=[file://{recipe_root()}]"
+    more = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm", *overrides]
+    with initialize_config_dir(version_base=None, config_dir=str(verl_config_dir())):
+        made = compose("ppo_trainer", overrides=[search, f"+recipe={recipe}", *more])
+    checks.complete(made)
+    return made
+
+
+def test_recipe_passes_and_asks_for_the_reference() -> None:
+    made = config()
+    assert checks.check(made) == []
+    assert made.actor_rollout_ref.actor.use_kl_loss is True and made.actor_rollout_ref.actor.kl_loss_coef == 0.0
+
+
+def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothing() -> None:
+    teacher = ["distillation.enabled=true", "actor_rollout_ref.actor.use_kl_loss=false"]
+    made = config(*teacher, f"{LOSS}.teacher_topk=16")
+    checks.check(made)
+    of_verl = made.distillation.distillation_loss
+    assert (of_verl.loss_mode, of_verl.topk, of_verl.distillation_loss_coef) == ("forward_kl_topk", 16, 0.0)
+    assert of_verl.use_task_rewards is True and of_verl.use_policy_gradient is False
+    with pytest.raises(OptionError, match=r"sends its top tokens alone\. Set .*teacher_topk to a number"):
+        checks.check(config(*teacher, f"{LOSS}.teacher_topk=null"))
+    with pytest.raises(OptionError, match="vllm or sglang alone"):
+        checks.check(config(*teacher, "distillation.teacher_models.teacher_model.inference.name=embedded"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.actor.use_kl_loss=false"], r"frozen reference.*use_kl_loss=true"),
+        ([f"{LOSS}.teacher_topk=null", "actor_rollout_ref.model.lora_rank=8"], r"whole vocabulary.*teacher_topk"),
+        ([f"{LOSS}.teacher_topk=null", "trainer.v1.trainer_mode=separate_async"], r"whole vocabulary.*teacher_topk"),
+        (["actor_rollout_ref.model.use_fused_kernels=true"], r"use_fused_kernels=false"),
+        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], r"ulysses_sequence_parallel_size=1"),
+        ([f"{LOSS}.teacher_topk=1"], r"teacher_topk is 1; give a whole number of at least 2, or null"),
+        ([f"{LOSS}.kl_direction=both"], r"kl_direction is 'both'; choose one of reverse, forward"),
+        ([f"{LOSS}.future_kl=1"], r"future_kl is 1; give true or false"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_launch(overrides: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config(*overrides))
+
+
+def test_pruned_policy_has_no_teacher() -> None:
+    with pytest.raises(OptionError, match="no divergence from a teacher"):
+        checks.check(config(recipe="[grpo,hybrid_imitation,dvp]"))
+
+
+def test_loss_without_the_engine_says_so() -> None:
+    from verl.workers.config import FSDPActorConfig
+
+    options = HybridImitationPolicyLossConfig(loss_mode="hybrid_imitation")
+    actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=options)
+    one = torch.ones(1, 1)
+    with pytest.raises(RuntimeError, match="has computed no divergence"):
+        losses.hybrid_imitation(one, one, one, one, config=actor)

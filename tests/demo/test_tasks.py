@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which recipe gets which task, the overrides of each, references and plots, and the comparison's bookkeeping."""
+"""Which recipe gets which task, the overrides of each, references and plots."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from verl_ext import cli
-from verl_ext.demo import compare, run, tasks
+from verl_ext.demo import run, tasks
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.curve import draw, estimated, read_metrics
 from verl_ext.demo.data import write_parquet
@@ -168,13 +168,11 @@ def test_points_know_the_agents(tmp_path: Path) -> None:
     assert points[1].agent_norm("nobody") is None
     norms = [points[2].agent_norm(name) or 0.0 for name in ("solver", "reviser")]
     assert math.hypot(*norms) == pytest.approx(2.0)
-    assert points[1].agent_peak("solver") == points[1].agent_norm("solver")
     assert estimated(points, ["solver", "reviser"])
     metrics(tmp_path / "metrics.jsonl", 0.8, norms=True)
     points = read_metrics(tmp_path / "metrics.jsonl")
     assert [points[-1].agent_norm(name) for name in ("solver", "reviser")] == [1.0, 6.75]
-    assert [points[-1].agent_peak(name) for name in ("solver", "reviser")] == [1.25, 12.0]
-    assert points[0].agent_peak("solver") is None and not estimated(points, ["solver", "reviser"])
+    assert not estimated(points, ["solver", "reviser"])
 
 
 def test_summary_and_lines_of_the_plot(tmp_path: Path) -> None:
@@ -215,68 +213,3 @@ def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest
     assert known.get_ylabel() == "norm of the gradient"
     monkeypatch.undo()
     pyplot.close("all")
-
-
-def test_bands_over_seeds() -> None:
-    found = compare.band([{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0, 3: 4.0}], width=1)
-    assert found == compare.Band([1, 2, 3], [0.5, 1.0, 4.0], [0.0, 1.0, 4.0], [1.0, 1.0, 4.0])
-    assert compare.band([{1: 0.0, 2: 1.0}], width=2).mean == [0.0, 0.5]
-    norms = {1: 2.0, 2: 2.0, 3: 10.0}
-    assert compare.spike(norms, norms) == 5.0 and math.isnan(compare.spike({}, {}))
-    assert compare.spike(norms, {1: 3.0, 2: 2.0, 3: 14.0}) == 7.0
-
-
-@pytest.mark.slow
-def test_a_comparison_runs_what_is_missing_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The trainer is replaced by one that writes a known curve: what is tested is the book-keeping."""
-    made: list[tuple[str, int]] = []
-    level = {"dr_mas": 0.9, "grpo": 0.6}
-
-    def trained(
-        task: tasks.DemoTask, recipes: Sequence[str], *, steps: int, seed: int, out: Path, extra: Sequence[str] = ()
-    ) -> int:
-        name = "+".join(recipes)
-        made.append((name, seed))
-        if (name, seed) == ("grpo", 1) and len(made) < 4:
-            return 130  # Ctrl-C
-        metrics(out / "metrics.jsonl", level[name] + 0.01 * seed, steps, norms=name == "dr_mas")
-        points = read_metrics(out / "metrics.jsonl")
-        summary = run.summarize(points, recipes, seed, steps, task, 0.05)
-        (out / "summary.json").write_text(json.dumps(summary))
-        return 0
-
-    monkeypatch.setattr(run, "run_task", trained)
-    words = ["--task", "second_try", "--recipes", "dr_mas", "grpo", "--steps", "6", "--out", str(tmp_path)]
-    assert compare.main([*words, "--seeds", "0"]) == 0
-    assert made == [("dr_mas", 0), ("grpo", 0)]
-    made[:] = []
-    assert compare.main([*words, "--seeds", "0", "1"]) == 130
-    assert made == [("dr_mas", 1), ("grpo", 1)]
-    numbers = json.loads((tmp_path / "comparison.json").read_text())["recipes"]
-    assert numbers["dr_mas"]["seeds"] == [0, 1] and numbers["grpo"]["seeds"] == [0]  # what is there is drawn
-    made[:] = [("", 0)] * 4
-    assert compare.main([*words, "--seeds", "0", "1"]) == 0
-    assert made[4:] == [("grpo", 1)]
-    numbers = json.loads((tmp_path / "comparison.json").read_text())["recipes"]
-    assert numbers["grpo"]["reward_after"] == pytest.approx([0.5, 0.61 * 5 / 6])
-    assert numbers["grpo"]["agents"]["reviser"]["norm_spike"] == pytest.approx([5.0, 5.0])
-    assert numbers["grpo"]["agents"]["reviser"]["estimated"] == [True, True]
-    own = numbers["dr_mas"]["agents"]["reviser"]  # whose runs have logged the norms
-    assert (own["norm_spike"], own["grad_norm_median"], own["estimated"]) == ([8.0] * 2, [1.5] * 2, [False] * 2)
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    assert compare.main([*words, "--seeds", "0", "1", "--steps", "9", "--draw"]) == 1  # no run is that long
-    assert "no complete run of 9 steps" in capsys.readouterr().err
-
-
-def test_a_comparison_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--task", "lake", "--recipes", "hgop"], "hgop"),
-        (["--task", "sea", "--recipes", "hgpo"], "sea"),
-        (["--task", "lake", "--recipes", "hgpo", "--steps", "0"], "--steps"),
-    ):
-        with pytest.raises(SystemExit):
-            compare.main(words)
-        assert said in capsys.readouterr().err

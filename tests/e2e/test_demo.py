@@ -55,19 +55,10 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
         assert all(reward == 0 for reward in rewards[:-1]) and (rewards[-1] == 1 or len(rewards) == 3)
 
 
-def test_a_comparison_runs_the_demo_on_a_task_of_its_recipes_kind(tmp_path: Path) -> None:
-    """Dr. MAS on the two-agent task, through the command that compares recipes; given again, it runs nothing."""
-    words = ["--task", "second_try", "--recipes", "dr_mas", "--seeds", "0", "--steps", "2", "--out", str(tmp_path)]
-    words += ["--override", "trainer.save_freq=-1", "--override", "actor_rollout_ref.rollout.n=4"]
-
-    def compare() -> str:
-        command = [sys.executable, "-m", "verl_ext.demo.compare", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    said = compare()
-    out = tmp_path / "dr_mas" / "seed_0"
+def test_a_team_takes_the_task_of_its_kind(tmp_path: Path) -> None:
+    """Dr. MAS without a word on the task: the one of two agents."""
+    out = tmp_path / "demo"
+    said = demo(out, "--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=4")
     assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
     summary = json.loads((out / "summary.json").read_text())
     agents = summary["agents"]
@@ -94,8 +85,3 @@ def test_a_comparison_runs_the_demo_on_a_task_of_its_recipes_kind(tmp_path: Path
     assert metrics[1]["rollout/failed_trajectories"] == 0
     for name in ("reward.png", "rollouts/1.jsonl"):
         assert (out / name).stat().st_size > 0
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    compared = json.loads((tmp_path / "comparison.json").read_text())["recipes"]["dr_mas"]
-    assert compared["seeds"] == [0] and compared["agents"]["solver"]["estimated"] == [False]
-    again = compare()
-    assert "dr_mas, seed 0: complete in" in again and "main_ppo" not in again

@@ -306,3 +306,18 @@ def test_text_of_the_picture(table: Table, tmp_path: Path, monkeypatch: pytest.M
     assert "Full scale" in texts["full"][0] and "the paper's number" in texts["full"][1]
     # A row that is only published is drawn beside ours.
     assert "Another model" in texts["full"]
+
+
+def test_bands_over_seeds() -> None:
+    """Each seed's curve is smoothed by itself; a step that one seed has not is the others'."""
+    from matplotlib.figure import Figure
+
+    axis = Figure().add_subplot()
+    render._draw_curve(axis, {0: {2: 1.0, 1: 0.0}, 1: {1: 1.0, 2: 1.0, 3: 4.0}, 2: {}}, 1, color="black", label="a")
+    render._draw_curve(axis, {0: {1: 0.0, 2: 1.0}}, 2, color="black", label="b")
+    render._draw_curve(axis, {0: {}}, 1, color="black", label="c")
+    one, two = axis.lines
+    assert list(one.get_xdata()) == [1, 2, 3] and list(one.get_ydata()) == [0.5, 1.0, 4.0]
+    assert list(two.get_ydata()) == [0.0, 0.5]
+    corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
+    assert {(1.0, 0.0), (1.0, 1.0), (3.0, 4.0)} <= corners

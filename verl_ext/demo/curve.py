@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the metrics of a run and drawing its curve, alone or beside other runs."""
+"""Reading the metrics of a run and drawing its curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_ext.report.logs import read_lines
 
-#: Colours of agents and recipes, in order.
+#: Colours of curves and of agents, in order.
 COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _REFERENCES = (("#737373", ":"), ("#969696", "-."))
 
@@ -23,14 +23,13 @@ class AgentPoint:
     Attributes:
         score: mean score of its rows.
         energy_share: its share of the batch's gradient energy, the squared advantages summed over model tokens.
-        grad_norm, grad_norm_max: norm of its part of the gradient, mean and largest of the step's updates; None
-            without ``verl_ext.agent_gradients``.
+        grad_norm: norm of its part of the gradient, mean of the step's updates; None without
+            ``verl_ext.agent_gradients``.
     """
 
     score: float
     energy_share: float
     grad_norm: float | None = None
-    grad_norm_max: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ class Point:
         if own.grad_norm is not None or self.grad_norm is None:
             return own.grad_norm
         return self.grad_norm * math.sqrt(own.energy_share)
-
-    def agent_peak(self, agent: str) -> float | None:
-        """As :meth:`agent_norm`, for the update in which it is largest; an estimate knows only the mean."""
-        largest = self.agents[agent].grad_norm_max if agent in self.agents else None
-        return self.agent_norm(agent) if largest is None else largest
 
 
 def estimated(points: Sequence[Point], agents: Sequence[str]) -> bool:
@@ -98,7 +92,6 @@ def _point(step: int, data: dict[str, Any]) -> Point:
                 score=data.get(f"agent/{name}/score/mean", 0.0),
                 energy_share=share,
                 grad_norm=data.get(f"agent/{name}/grad_norm/mean"),
-                grad_norm_max=data.get(f"agent/{name}/grad_norm/max"),
             )
             for name, share in shares.items()
         },

@@ -23,6 +23,7 @@ from verl_ext.cache import home
 from verl_ext.demo.recipes import FORMAT, LakeRecipe, SmolLM2Recipe, WarmupRecipe
 
 Progress = Callable[[str], None]
+Build = Callable[..., dict[str, Any]]
 
 #: Written last into a folder: its presence says that the folder is complete.
 MANIFEST = "assets.json"
@@ -102,20 +103,22 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
 def prepare(
     kind: str,
     recipe: WarmupRecipe | LakeRecipe | SmolLM2Recipe,
-    seed: int,
-    build: Callable[[Path, Progress], dict[str, Any]],
-    out: str | Path | None,
-    cache_dir: str | Path | None,
-    force: bool,
-    progress: Progress | None,
+    build: Build,
+    out: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> DemoAssets:
     """Have `build` fill a folder with a model and its task, unless it is there already.
 
     Args:
         kind: name of the folder in the cache, and for people.
         recipe, seed: what is built; the folder's name in the cache follows from them.
-        build: fills a folder and returns what the manifest says beside the recipe (``task``, ``measured`` ...).
-        out, cache_dir, force, progress: as in :func:`verl_ext.demo.prepare.prepare_demo`.
+        build: given a folder, recipe, seed and progress, fills the folder and returns what the manifest says beside the
+            recipe (``task``, ``measured`` ...).
+        out, cache_dir, force, progress: as in :mod:`verl_ext.demo.prepare`.
 
     Raises:
         FileExistsError: ``out`` exists and holds something else.
@@ -140,7 +143,7 @@ def prepare(
     try:
         work.chmod(0o755)
         with quiet_transformers():
-            described_assets = build(work, tell)
+            described_assets = build(work, recipe, seed, tell)
         seconds = time.perf_counter() - started
         manifest = {"recipe": described, "seconds": seconds, **described_assets}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

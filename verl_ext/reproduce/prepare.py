@@ -17,9 +17,11 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from verl_ext.recipes import suggestion
 from verl_ext.reproduce import plan
@@ -50,40 +52,27 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of ``sources.yaml``.
+    """An entry of ``sources.yaml``."""
 
-    Attributes:
-        name: as tables say it, :data:`PLAIN` included.
-        title: for people.
-        kind: how a record becomes a row.
-        hub, config, split: arguments of ``datasets.load_dataset``; `hub` is None where a hub has it not.
-        files: further places below a local folder, which may be patterns.
-        columns: the kind's field to the record's column.
-        rows: rows to be written; None: not known.
-        certainty: of `rows`.
-        license: as stated by the data set's page; None: not known.
-        note: a sentence, possibly empty.
-        tables: tables that may want it though their runs do not read it (a corpus).
-        environment, kwargs, data_source, draw: of an environment's tasks.
-    """
-
-    name: str
-    title: str
-    kind: str
-    hub: str | None
-    config: str | None
-    split: str | None
-    files: tuple[str, ...]
-    columns: Mapping[str, str]
-    rows: int | None
-    certainty: str
-    license: str | None
-    note: str
-    tables: tuple[str, ...]
-    environment: str
-    kwargs: Mapping[str, Any]
-    data_source: str
-    draw: Mapping[str, Any]
+    name: str  # as tables say it, :data:`PLAIN` included
+    title: str  # for people
+    kind: str  # how a record becomes a row
+    rows: int | None  # to be written; None: not known
+    certainty: str  # of `rows`
+    # Arguments of ``datasets.load_dataset``; without `hub` a hub has it not.
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    files: tuple[str, ...] = ()  # further places below a local folder, which may be patterns
+    columns: Mapping[str, str] = field(default_factory=dict)  # the kind's field to the record's column
+    license: str | None = None  # as stated by the data set's page; None: not known
+    note: str = ""  # a sentence
+    tables: tuple[str, ...] = ()  # that may want it though their runs do not read it (a corpus)
+    # Of an environment's tasks.
+    environment: str = ""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+    draw: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base(self) -> str:
@@ -118,26 +107,7 @@ def find_source(name: str) -> Source:
     entry = _entries().get(name.removesuffix(PLAIN))
     if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
         raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
-    count = entry["rows"]
-    source = Source(
-        name=name,
-        title=entry["title"],
-        kind=entry["kind"],
-        hub=entry.get("hub"),
-        config=entry.get("config"),
-        split=entry.get("split"),
-        files=tuple(entry.get("files", ())),
-        columns=entry.get("columns", {}),
-        rows=count["value"],
-        certainty=count.get("certainty", "certain") if isinstance(count, Mapping) else "certain",
-        license=entry.get("license"),
-        note=entry.get("note", ""),
-        tables=tuple(entry.get("tables", ())),
-        environment=entry.get("environment", ""),
-        kwargs=entry.get("kwargs", {}),
-        data_source=entry.get("data_source", ""),
-        draw=entry.get("draw", {}),
-    )
+    source = TypeAdapter(Source).validate_python({**entry, "name": name})
     if source.kind not in _COLUMNS or source.certainty not in CERTAINTIES:
         raise PrepareError(f"sources.yaml: {name}: kind {source.kind!r} or certainty {source.certainty!r} is not known")
     lacking = [field for field in _COLUMNS[source.kind] if field not in source.columns]

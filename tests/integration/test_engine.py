@@ -18,6 +18,7 @@ from ranks import run_ranks
 from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
+from verl_ext.integration.imitation import ImitationMixin
 from verl_ext.integration.parts.pruning import Pruning
 from verl_ext.integration.wraps import STRICT
 
@@ -257,7 +258,8 @@ def test_registry_is_extended_once_and_language_models_only() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        assert extended[("cuda", "mine")].__mro__[1:4] == (AgentGradientsMixin, engine.OnePassMixin, Mine)
+        assert extended[("cuda", "mine")].__mro__[1:5] == (*engine.MIXINS, Mine)
+        assert engine.MIXINS == (AgentGradientsMixin, ImitationMixin, engine.OnePassMixin)
         assert extended[("cuda", "other")] is Other
         for device in ("cuda", "npu"):
             mixins = (AgentGradientsMixin, engine.OnePassMixin)

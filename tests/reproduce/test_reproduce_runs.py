@@ -62,6 +62,7 @@ def test_the_full_command_holds_cell_seed_place_and_data(tmp_path: Path) -> None
     assert found["actor_rollout_ref.rollout.n"] == "32" and found["trainer.total_training_steps"] == "7"
     assert found["data.seed"] == found["actor_rollout_ref.rollout.seed"] == "2"
     assert found["data.train_files"] == f"[{tmp_path}/data/dapo_math.parquet]"
+    assert found["trainer.max_actor_ckpt_to_keep"] == "2", "verl keeps all of them otherwise"
     assert found["trainer.resume_mode"] == "auto" and found["trainer.default_local_dir"].startswith(str(tmp_path))
     assert found["trainer.n_gpus_per_node"] == str(OTB.full.hardware and OTB.full.hardware.gpus_per_node)
 

@@ -113,6 +113,8 @@ def full_words(
         if scale.data.get(split):
             overrides[f"data.{split}_files"] = [data_file(name, data) for name in scale.data[split]]
     overrides["actor_rollout_ref.model.path"] = scale.models[0]
+    # Without it verl keeps every checkpoint of a run, terabytes with optimizer states; a table may say another number.
+    overrides["trainer.max_actor_ckpt_to_keep"] = 2
     overrides = merged(
         overrides,
         scale.overrides,

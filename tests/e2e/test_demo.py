@@ -53,3 +53,35 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
     for turns in trajectories.values():
         rewards = [turn["turn_reward"] for turn in turns]
         assert all(reward == 0 for reward in rewards[:-1]) and (rewards[-1] == 1 or len(rewards) == 3)
+
+
+def test_a_team_takes_the_task_of_its_kind(tmp_path: Path) -> None:
+    """Dr. MAS without a word on the task: the one of two agents."""
+    out = tmp_path / "demo"
+    said = demo(out, "--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=4")
+    assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
+    summary = json.loads((out / "summary.json").read_text())
+    agents = summary["agents"]
+    assert summary["task"] == "second_try" and list(agents) == ["solver", "reviser"]
+    assert 0 < summary["reward_random"] < summary["val_before"] < 1
+    # The reviser earns a tenth, and is there only when the solver has failed.
+    assert agents["reviser"]["score_after"] <= 0.1 < agents["solver"]["score_after"]
+    rows = [json.loads(line) for line in (out / "rows" / "1.jsonl").read_text().splitlines()]
+    by_agent = {name: [row for row in rows if row["agent_id"] == name] for name in agents}
+    assert len(by_agent["solver"]) == 32 and 0 < len(by_agent["reviser"]) < 32
+    assert {round(row["score"], 6) for row in by_agent["reviser"]} <= {0.0, 0.1}
+    assert {row["score"] for row in by_agent["solver"]} >= {0.0, 1.0}
+    metrics = Run(out, 0, 0.0).metrics
+    shares = [metrics[1][f"agent/{name}/gradient_energy_share"] for name in agents]
+    assert sum(shares) == pytest.approx(1.0) and min(shares) > 0
+    for step in (1, 2):
+        norms = [metrics[step][f"agent/{name}/grad_norm/mean"] for name in agents]
+        peaks = [metrics[step][f"agent/{name}/grad_norm/max"] for name in agents]
+        whole = metrics[step]["actor/grad_norm"]
+        assert whole <= sum(norms) * (1 + 1e-6) and (step > 1 or min(norms) > 0)
+        # There are two updates, so the largest norm is at most twice the mean.
+        assert all(norm <= peak <= 2 * norm * (1 + 1e-6) for norm, peak in zip(norms, peaks, strict=True))
+        assert not any("agent_gradient" in name for name in metrics[step])
+    assert metrics[1]["rollout/failed_trajectories"] == 0
+    for name in ("reward.png", "rollouts/1.jsonl"):
+        assert (out / name).stat().st_size > 0

@@ -49,7 +49,7 @@ def test_the_last_line_of_the_benchmark_is_one_json_object() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     for name in FIGURES:
         assert math.isfinite(found[name]) and found[name] > 0, name
-    assert set(found["fraction_of_step"]) == {"trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb"}
+    assert set(found["fraction_of_step"]) == {"trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb", "rejection"}
     assert all(0 < fraction < 1 for fraction in found["fraction_of_step"].values())
     # Memory does not depend on the machine's load: one extra [B, T] tensor beyond the outputs, and a few MB of blocks.
     assert found["max_extra_bt_tensors"] <= 1.2

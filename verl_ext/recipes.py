@@ -29,7 +29,7 @@ from typing import Any
 GROUP = "recipe"
 """Hydra's config group, and so the name of the folder that holds the files."""
 
-KINDS = ("estimator", "loss", "vocabulary", "rollout", "platform", "baseline")
+KINDS = ("estimator", "modifier", "loss", "rejection", "vocabulary", "schedule", "rollout", "platform", "baseline")
 """Values of a header's ``kind``, in the order in which recipes are listed."""
 
 PACKAGE_LINE = "# @package _global_"

@@ -143,11 +143,71 @@ def main(model: str, out: str, rank: int, world: int, port: str) -> None:
                 )
                 results[f"{'packed' if rmpad else 'padded'}/{kind}/{name}"] = found
     results["agents"] = agents(engine, chosen, vocabulary)
+    results["steps"] = steps(engine, chosen, vocabulary)
     if world > 1:
         results["sharded"] = sharded_vocabulary(engine, vocabulary)
         results["ulysses"] = ulysses(engine, vocabulary)
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
+
+
+def steps(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:
+    """How far an update moves the weights, and its metrics, with rejected rows and with a factor of the learning rate.
+
+    Rows with an odd number are rejected, which on two ranks are all rows of the second; or every row.
+    """
+    import torch
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from verl_ext.integration.update_step import LEARNING_RATE, NORMALISE
+
+    start = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    kept = {"some": [1 - i % 2 for i in chosen], "none": [0 for _ in chosen], "every": [1 for _ in chosen]}
+    found = {}
+    for name, rows_kept, mode, told in (
+        ("verl", "every", "token-mean", {}),
+        ("slower", "every", "token-mean", {LEARNING_RATE: 0.25}),
+        ("every", "every", "token-mean", {NORMALISE: "all"}),
+        ("all", "some", "token-mean", {NORMALISE: "all"}),
+        ("kept", "some", "token-mean", {NORMALISE: "kept"}),
+        ("all rows", "some", "seq-mean-token-sum", {NORMALISE: "all"}),
+        ("kept rows", "some", "seq-mean-token-sum", {NORMALISE: "kept"}),
+        ("none", "none", "token-mean", {NORMALISE: "all"}),
+        ("none kept", "none", "token-mean", {NORMALISE: "kept"}),
+    ):
+        data = batch(
+            chosen,
+            vocabulary,
+            temperature=1.0,
+            use_remove_padding=False,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
+            calculate_entropy=True,
+            **told,
+        )
+        masks = zip(data["response_mask"].unbind(), kept[rows_kept], strict=True)
+        data["response_mask"] = torch.nested.as_nested_tensor([mask * one for mask, one in masks], layout=torch.jagged)
+        config = FSDPActorConfig(
+            strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, loss_agg_mode=mode, **LOSS
+        )
+        engine.optimizer.state.clear()
+        engine.optimizer.param_groups[0].update(lr=0.01, weight_decay=0.1)
+        with engine.train_mode():
+            metrics = engine.train_batch(data, partial(ppo_loss, config=config))["metrics"]
+        parameters = dict(engine.module.named_parameters())
+        moved = sum(float((parameters[n].detach() - start[n]).full_tensor().square().sum()) for n in start)
+        found[name] = {
+            "moved": moved**0.5,
+            "grad_norm": None if "grad_norm" not in metrics else float(metrics["grad_norm"]),
+            "skipped": metrics.get("skipped_share"),
+            "factor": metrics.get("lr_factor"),
+            "lr": engine.optimizer.param_groups[0]["lr"],
+        }
+        with torch.no_grad():
+            for n, value in parameters.items():
+                value.copy_(start[n])
+    return found
 
 
 def agents(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:

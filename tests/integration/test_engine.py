@@ -20,6 +20,7 @@ from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
 from verl_ext.integration.imitation import ImitationMixin
 from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.integration.update_step import UpdateStepMixin
 from verl_ext.integration.wraps import STRICT
 
 HERE = Path(__file__).parent
@@ -200,11 +201,34 @@ def test_agents_parts_add_up_to_the_gradient(alone: dict[str, Any]) -> None:
     assert any((with_dropout[name] - value).abs().max() > 1e-4 for name, value in plain.items())
 
 
+def check_steps(steps: dict[str, Any], alone: dict[str, Any]) -> None:
+    """What an update divides by, the step that is not made, and the factor of the learning rate, as on one rank."""
+    tokens = [int(row["response_mask"].sum()) for row in cases.rows(VOCABULARY)]
+    assert steps["verl"]["skipped"] is None and steps["verl"]["lr"] == steps["slower"]["lr"] == 0.01
+    assert steps["verl"]["factor"] is None and steps["slower"]["factor"] == [0.25]
+    assert steps["slower"]["moved"] == pytest.approx(steps["verl"]["moved"] / 4, rel=1e-3)
+    assert steps["every"]["moved"] == pytest.approx(steps["verl"]["moved"], rel=1e-4)
+    ratio = steps["kept"]["grad_norm"] / steps["all"]["grad_norm"]
+    assert ratio == pytest.approx(sum(tokens) / sum(tokens[::2]), rel=1e-4)
+    assert steps["kept rows"]["grad_norm"] / steps["all rows"]["grad_norm"] == pytest.approx(2.0, rel=1e-4)
+    for name in ("none", "none kept"):  # the optimiser's weight decay alone would move the weights
+        assert steps[name] == {"moved": 0.0, "grad_norm": None, "skipped": [1.0], "factor": None, "lr": 0.01}
+    for name in ("every", "all", "kept"):
+        assert steps[name]["skipped"] == [0.0] and steps[name]["moved"] > 0
+    for name in ("verl", "all", "kept"):
+        assert steps[name]["moved"] == pytest.approx(alone[name]["moved"], rel=1e-3)
+
+
+def test_rejected_rows_and_learning_rate(alone: dict[str, Any]) -> None:
+    check_steps(alone["steps"], alone["steps"])
+
+
 @pytest.mark.slow
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
     both = engine_ranks(model, 2)
     norms = check_agents(alone["agents"])
     for rank in both:
+        check_steps(rank["steps"], alone["steps"])
         for case, own in check_agents(rank["agents"]).items():
             assert own == pytest.approx(norms[case], rel=1e-4)
     for case, one in alone.items():
@@ -238,7 +262,7 @@ def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
         assert torch.equal(pruned[IN_SET], both[0]["ulysses"]["pruned"][IN_SET])  # gathered: the same on all ranks
 
 
-def test_registry_is_extended_once_and_language_models_only() -> None:
+def test_registry_is_extended_once() -> None:
     from verl.workers.engine.base import BaseEngine, EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -258,19 +282,20 @@ def test_registry_is_extended_once_and_language_models_only() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        assert extended[("cuda", "mine")].__mro__[1:5] == (*engine.MIXINS, Mine)
-        assert engine.MIXINS == (AgentGradientsMixin, ImitationMixin, engine.OnePassMixin)
+        mixins = (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, engine.OnePassMixin)
+        assert extended[("cuda", "mine")].__mro__[1:6] == (*mixins, Mine)
         assert extended[("cuda", "other")] is Other
         for device in ("cuda", "npu"):
-            assert extended[device].__mro__[1:5] == (*engine.MIXINS, FSDPEngineWithLMHead)
+            assert extended[device].__mro__[1:6] == (*mixins, FSDPEngineWithLMHead)
             assert issubclass(registry["fsdp2"][device], engine.OnePassMixin)
-        assert {n: dict(v) for n, v in EngineRegistry._engines["value_model"].items()} == values
-        assert not issubclass(values["fsdp"]["cuda"], engine.OnePassMixin)
-        assert issubclass(values["fsdp"]["cuda"], FSDPEngineWithValueHead)
+        critic = EngineRegistry._engines["value_model"]["fsdp"]["cuda"]
+        assert critic.__mro__[1:3] == (UpdateStepMixin, FSDPEngineWithValueHead)
+        assert issubclass(critic, FSDPEngineWithValueHead) and not issubclass(critic, engine.OnePassMixin)
     finally:
-        for name, value in before.items():
-            registry[name].clear()
-            registry[name].update(value)
+        for model_type, kept in (("language_model", before), ("value_model", values)):
+            for name, value in kept.items():
+                EngineRegistry._engines[model_type][name].clear()
+                EngineRegistry._engines[model_type][name].update(value)
 
 
 class Stock:

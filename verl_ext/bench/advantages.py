@@ -38,8 +38,8 @@ LONG = ((256, 4096), (256, 8192))
 QUICK_HEADLINE = ((256, 512), (1024, 512))
 QUICK_LONG = ((64, 4096),)
 
-#: Estimators by the beginning of their lines in the table.
-ESTIMATORS = ("trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb")
+#: Estimators, and all rejection rules together, by the beginning of their lines in the table.
+ESTIMATORS = ("trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb", "rejection")
 
 #: Tokens that one comparison works through, and the bounds of its number of repetitions.
 TOKENS = 12_000_000
@@ -173,6 +173,33 @@ def step_cases(
     return calls, lambda: stream((batch.mask,), 1)
 
 
+def rejection_case(rows: int, length: int) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """All rejection rules on one batch, with their metrics and without the texts of turns, and their floor."""
+    from verl_ext.integration.parts.rejection import RULES, positional, rule_metrics
+    from verl_ext.methods.rejection import all_of
+
+    batch = make_batch(rows, length)
+    noise = 0.01 * torch.randn(rows, length, generator=torch.Generator().manual_seed(1))
+    tokens = {"old_log_probs": batch.old_log_probs, "rollout_log_probs": batch.old_log_probs + noise}
+    columns = {**tokens, "response_mask": batch.mask}
+    fields = {"index": batch.index, "traj_uid": np.array([str(row) for row in range(rows)], dtype=object)}
+    own: dict[str, dict[str, Any]] = {
+        "ln_trm": {"epsilon": 0.0224, "delta": 0.001, "threshold": 0.05},
+        "ser": {"threshold": 0.05},
+        "simpletir": {**fields, "void": np.arange(rows) % 7 == 0},
+        "variance_filter": {**fields, "rewards": batch.rewards.sum(-1).numpy()},
+        "mrs": fields,
+    }
+
+    def call() -> None:
+        found = {n: rule(*(columns[c] for c in positional(rule)), **own.get(n, {})) for n, rule in RULES.items()}
+        all_of(batch.mask, list(found.values()))
+        for name, one in found.items():
+            rule_metrics(name, one, batch.mask, batch.rewards, tokens)
+
+    return call, lambda: stream((*tokens.values(), batch.mask), 1)
+
+
 def step_seconds_a_token(clock: Clock, rows: int = 4, length: int = 512) -> float:
     """Seconds a token of a training step: forward and backward of a small Llama, without anything else of a step."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -290,6 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls, floor = step_cases(16, 8, 50, 512)
     for name, call in calls.items():
         show([Comparison(name, (6400, 512), *compare(clock, call, None, MIN_REPEATS), _floor(clock, floor))])
+    progress("all rejection rules together: 1e6 tokens")
+    call, floor = rejection_case(1954, 512)
+    show([Comparison("rejection", (1954, 512), *compare(clock, call, None, MIN_REPEATS), _floor(clock, floor))])
     progress("losses, forward and backward")
     ours, theirs, floor = kpo_case(256, 4096)
     kpo = compare(clock, ours, theirs, MIN_REPEATS if args.quick else 11)

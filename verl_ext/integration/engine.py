@@ -23,6 +23,7 @@ import torch
 from verl_ext.integration import verl_api, wraps
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.imitation import ImitationMixin
+from verl_ext.integration.update_step import UpdateStepMixin
 
 ONE_PASS = "verl_ext_one_pass"
 RHO = "verl_ext_rho"
@@ -298,23 +299,25 @@ def _statistics(
     return out
 
 
-MIXINS: tuple[type, ...] = (AgentGradientsMixin, ImitationMixin, OnePassMixin)
+MIXINS: dict[str, tuple[type, ...]] = {
+    "language_model": (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, OnePassMixin),
+    "value_model": (UpdateStepMixin,),
+}
 """The parts of the workers' side in order, the outermost first: agents are separated of what the one pass has made."""
 
 
 def extend_registry() -> None:
-    """Put the mixins in front of every registered FSDP language-model engine. Idempotent."""
+    """Put the mixins in front of every registered FSDP engine of a language model or critic. Idempotent."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    for backend in ("fsdp", "fsdp2"):
-        registered = EngineRegistry._engines.get("language_model", {}).get(backend, {})
-        for key, engine in list(registered.items()):
-            if issubclass(engine, FSDPEngineWithLMHead) and not issubclass(engine, OnePassMixin):
-                for mixin in MIXINS:
-                    verl_api.check_overrides(mixin, engine)
-                registered[key] = type(
-                    engine.__name__,
-                    (*MIXINS, engine),
-                    {"__doc__": engine.__doc__, "__module__": __name__},
-                )
+    for model_type, mixins in MIXINS.items():
+        for backend in ("fsdp", "fsdp2"):
+            registered = EngineRegistry._engines.get(model_type, {}).get(backend, {})
+            for key, engine in list(registered.items()):
+                if issubclass(engine, FSDPEngineWithLMHead) and not issubclass(engine, UpdateStepMixin):
+                    for mixin in mixins:
+                        verl_api.check_overrides(mixin, engine)
+                    registered[key] = type(
+                        engine.__name__, (*mixins, engine), {"__doc__": engine.__doc__, "__module__": __name__}
+                    )

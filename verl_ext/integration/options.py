@@ -63,7 +63,8 @@ def read(
     where = where or f"algorithm.{name}"
     if not isinstance(node, Mapping):
         raise OptionError(f"{where} must hold keys of the method, but it is {node!r}")
-    known = typing.get_type_hints(options, include_extras=True)
+    hints = typing.get_type_hints(options, include_extras=True)
+    known = {option.name: hints[option.name] for option in dataclasses.fields(options) if option.init}  # type: ignore[arg-type]
     values = dict(defaults or {})
     for key, value in node.items():
         if key not in known:

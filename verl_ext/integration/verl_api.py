@@ -147,6 +147,7 @@ OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
             "verl_ext.integration.engine:OnePassMixin",
             "verl_ext.integration.agent_gradients:AgentGradientsMixin",
             "verl_ext.integration.imitation:ImitationMixin",
+            "verl_ext.integration.update_step:UpdateStepMixin",
         )
     ),
     PRUNING: (("verl_ext.integration.dvp:PrunedClientMixin", "verl.workers.rollout.llm_server:LLMServerClient"),),

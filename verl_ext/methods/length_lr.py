@@ -38,9 +38,9 @@ class LengthLR:
     min_ratio: float = 0.1
     anchor: Literal["warmup", "surge"] = "warmup"
 
-    length_sum: float = 0.0
-    length_count: int = 0
-    surge_step: int | None = None
+    length_sum: float = dataclasses.field(default=0.0, init=False)
+    length_count: int = dataclasses.field(default=0, init=False)
+    surge_step: int | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.baseline_steps < 1:

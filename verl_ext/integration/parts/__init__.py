@@ -15,12 +15,15 @@ from verl_ext.integration.parts import (
     agent_loops,
     columns,
     imitation,
+    length_lr,
     losses,
     methods,
     metrics_file,
     missing,
+    modifiers,
     nodes,
     pruning,
+    rejection,
     rollouts,
     rows,
     transcripts,
@@ -42,11 +45,12 @@ PARTS: tuple[type[Part], ...] = (
     losses.Losses,
     imitation.Imitation,  # what the loss hybrid_imitation reads of a teacher
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
-    # here: what rejects rows or tokens before the advantage
+    rejection.RejectionRules,  # decides before the advantage, takes out of the loss after it
     methods.Methods,  # settles the rewards; after the estimator checks what came out
-    # here: what modifies advantages
+    modifiers.Modifiers,
     variance_proxy.VarianceProxy,
     agent_gradients.AgentGradients,
+    length_lr.LengthLearningRate,
     rows.Rows,
     transcripts.Transcripts,
 )
@@ -54,7 +58,11 @@ PARTS: tuple[type[Part], ...] = (
 
 
 def uses_verl_ext(config: Any) -> bool:
-    """Whether a run names anything of ours: the ``verl_ext`` or ``dvp`` node, or an estimator that we registered."""
+    """Whether a run names anything of ours: one of our nodes, or an estimator that we registered."""
+    if any(select(config.algorithm, name) for name in ("rejection", "modifiers")) or select(
+        config.get("trainer"), "length_lr"
+    ):
+        return True
     if config.get("verl_ext") is not None or config.get("dvp") is not None:
         return True
     name = select(config.algorithm, "adv_estimator")

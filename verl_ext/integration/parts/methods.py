@@ -20,8 +20,11 @@ from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import discount, select
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.columns import VERL_OTB
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
+WEIGHTED = {"otb", *VERL_OTB}
+"""Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
 
 
 class Methods(Part):
@@ -88,6 +91,16 @@ def estimate(
     """
 
     def compute(data: Any, name: Any) -> Any:
+        kept = active.columns.get("row_mask")
+        if kept is None or getattr(name, "value", name) not in WEIGHTED:
+            return of_samples(data, name)
+        mask = data.batch["response_mask"]
+        data.batch["response_mask"] = mask * torch.as_tensor(kept)[:, None].to(mask.dtype)
+        data = of_samples(data, name)
+        data.batch["response_mask"] = mask
+        return data
+
+    def of_samples(data: Any, name: Any) -> Any:
         ours = getattr(name, "value", name) in {*ESTIMATORS, "mix"}
         rows = torch.as_tensor(active.columns["valid_row"]).nonzero().squeeze(-1)
         if ours or len(rows) == len(keys):

@@ -56,6 +56,8 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
             "response_tokens": int(tokens[i]),
             "advantage": float(mean_advantage[i]),
         }
+        if "row_mask" in columns:  # of rejection rules; response_tokens are those that are trained on
+            record["kept"] = bool(columns["row_mask"][i])
         if "agent_id" in columns:
             record["agent_id"] = str(columns["agent_id"][i])
         if "turn_reward" in columns:

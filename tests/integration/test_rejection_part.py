@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rejection rules as the trainer applies them, on batches in verl's store, through verl's own advantage computation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import verl.trainer.ppo.v1 as v1
+from hydra import compose, initialize_config_dir
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_ext.integration import checks, columns
+from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts import checkpoints, rejection
+from verl_ext.integration.parts.columns import Columns
+from verl_ext.integration.parts.length_lr import LengthLearningRate
+from verl_ext.integration.parts.methods import Methods
+from verl_ext.integration.parts.modifiers import Modifiers
+from verl_ext.recipes import recipe_root, verl_config_dir
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "methods"))
+from vector_cases import assert_expected, case_name, load_cases, token_field  # noqa: E402
+
+
+def config(*overrides: str) -> Any:
+    search = f"hydra.searchpath=[file://{recipe_root()}]"
+    with initialize_config_dir(version_base=None, config_dir=str(verl_config_dir())):
+        return compose("ppo_trainer", overrides=[search, "actor_rollout_ref.rollout.n=4", *overrides])
+
+
+pytestmark = pytest.mark.slow  # starts Ray
+
+
+# ---- at launch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+algorithm.rejection.mrz=true"], r"algorithm\.rejection\.mrz: there is no such rule\. Known: mrs, trm"),
+        (["algorithm.rejection.mrs=2"], r"algorithm\.rejection\.mrs is 2; give true or false"),
+        (["algorithm.mrs.level=word"], r"algorithm\.mrs: level='word' is not one of token, turn"),
+        (["algorithm.mrs.lower=1.1"], r"algorithm\.mrs: lower=1\.1 is above upper=1\.001"),
+        (["+algorithm.mrs.uper=2"], r"algorithm\.mrs\.uper is not an option of mrs\. Did you mean 'upper'"),
+        (["algorithm.rejection_normalise=some"], r"rejection_normalise is 'some'; choose one of 'all', 'kept'"),
+        (["+algorithm.rejection.ser=true"], r"algorithm\.ser\.threshold has no default"),
+        (["+algorithm.rejection.trm=true", "+algorithm.trm.max=-1"], r"algorithm\.trm: max is -1.0"),
+        (["+algorithm.rejection.trm=true", "+algorithm.trm.divergence=exact"], r"divergence=exact needs .*whole dist"),
+        (["actor_rollout_ref.rollout.calculate_log_probs=false"], r"mrs compare .*calculate_log_probs=false"),
+        (["algorithm.rollout_correction.bypass_mode=true"], r"mrs, but .*bypass_mode=true .*Set bypass_mode=false"),
+        (["actor_rollout_ref.actor.strategy=megatron"], r"skipped in verl's FSDP engine; .*strategy=megatron"),
+    ],
+)
+def test_what_cannot_be_is_said_at_launch(overrides: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config("+recipe=[trloo,mrs]", *overrides))
+
+
+def test_rules_add_up_and_one_may_be_switched_off() -> None:
+    both = config("+recipe=[trloo,mrs]", "+algorithm.rejection.variance_filter=true")
+    assert checks.check(both) == [] and rejection.wanted_rules(both) == ["mrs", "variance_filter"]
+    off = config("+recipe=[trloo,mrs]", "algorithm.rejection.mrs=false")
+    assert not rejection.RejectionRules.wanted(off)
+
+
+# ---- a batch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """verl's store of rollouts in a Ray of its own."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
+    tq.init()
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+class Tokenizer:
+    """Words by number, joined by blanks."""
+
+    words = ("plain", "```python", "x=1", "```", "\\boxed{1}")
+
+    def decode(self, ids: torch.Tensor) -> str:
+        return " ".join(self.words[int(token)] for token in ids)
+
+
+MASKS = [[1, 1, 1, 1], [1, 1], [1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 0, 1], [1, 1], [1, 1], [0, 0]]
+SHIFT = [0.0, 0.5, 0.0, 0.0, 0.0, -0.5, 0.0, 0.0]
+"""log pi_train - log pi_rollout at every token of a row."""
+REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+WORDS = [[1, 2, 3, 0], [4, 4], [0, 0, 0], [1, 2, 3, 0, 0, 4], [4, 0, 0], [4, 0], [4, 4], [0, 0]]
+"""Row 2 is a void turn; row 4 has one in its second stretch of model tokens."""
+
+
+def put(store: Any, said: list[dict[str, Any]] | None = None) -> KVBatchMeta:
+    """Two prompts, the first with three samples of which one has two turns (rows 2 and 3), and a row of padding."""
+    keys = ["a_0_0", "a_1_0", "a_2_0", "a_2_1", "b_0_0", "b_1_0", "b_2_0", "pad_0_0"]
+    tags = [
+        {"seq_len": len(mask) + 2, "is_padding": key.startswith("pad")} for key, mask in zip(keys, MASKS, strict=True)
+    ]
+
+    def jagged(make: Any) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([make(row) for row in range(len(MASKS))], layout=torch.jagged)
+
+    fields = {
+        "response_mask": jagged(lambda row: torch.tensor(MASKS[row])),
+        "responses": jagged(lambda row: torch.tensor(WORDS[row])),
+        "old_log_probs": jagged(lambda row: torch.full((len(MASKS[row]),), -2.0)),
+        "rollout_log_probs": jagged(lambda row: torch.full((len(MASKS[row]),), -2.0 - SHIFT[row])),
+        "entropy": jagged(lambda row: torch.full((len(MASKS[row]),), 0.1 * (row + 1))),
+        "rm_scores": jagged(lambda row: torch.tensor([0.0] * (len(MASKS[row]) - 1) + [REWARDS[row]])),
+    }
+    return put_fields(store, keys, tags, fields, said)
+
+
+def put_fields(
+    store: Any,
+    keys: list[str],
+    tags: list[dict[str, Any]],
+    fields: dict[str, torch.Tensor],
+    said: list[dict[str, Any]] | None = None,
+) -> KVBatchMeta:
+    column = [NonTensorData(row) for row in said or [{}] * len(keys)]
+    uids = [NonTensorData(columns.split_key(key)[0]) for key in keys]
+    rows = TensorDict(
+        {**fields, "extra_fields": NonTensorStack(*column), "uid": NonTensorStack(*uids)}, batch_size=len(keys)
+    )
+    store.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
+    return KVBatchMeta(keys=keys, tags=tags, partition_id="train")
+
+
+def trainer_of(cfg: Any) -> Any:
+    """verl's trainer with ours in front, as far as the advantage goes."""
+    checks.complete(cfg)
+    checks.check(cfg)
+    cls = v1.get_trainer_cls("sync")
+    trainer = cls.__new__(cls)
+    trainer.config, trainer.tokenizer = cfg, Tokenizer()
+    wanted = (Columns, rejection.RejectionRules, Methods, Modifiers)
+    trainer.parts = tuple(part(cfg, trainer) for part in wanted if part.wanted(cfg))
+    trainer._rows = columns.ActiveBatch(columns={})
+    return trainer
+
+
+def advantage(trainer: Any, batch: KVBatchMeta) -> Any:
+    """The batch as verl's trainer has it after its advantage."""
+    for part in trainer.parts:
+        batch = part.on_sample(batch)
+    for part in trainer.parts:
+        batch = part.on_batch(batch, trainer._rows, {})
+    return trainer._compute_advantage(trainer._compute_old_log_prob(batch, {}) if bypass(trainer) else batch, {})
+
+
+def bypass(trainer: Any) -> bool:
+    return bool(trainer.config.algorithm.rollout_correction.bypass_mode)
+
+
+def run(store: Any, *overrides: str, said: list[dict[str, Any]] | None = None) -> tuple[Any, KVBatchMeta]:
+    """The part of rejection and the batch, after verl's GRPO advantage with the recipe `mrs`."""
+    trainer = trainer_of(config("+recipe=[grpo,mrs]", *overrides))
+    batch = advantage(trainer, put(store, said))
+    return trainer.parts[1], batch
+
+
+def stored(store: Any, batch: KVBatchMeta, name: str = "response_mask") -> list[list[Any]]:
+    found = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=[name])
+    return [row.tolist() for row in found[name].unbind()]
+
+
+def emptied(*rows: int) -> list[list[int]]:
+    return [[0] * len(mask) if row in rows else mask for row, mask in enumerate(MASKS)]
+
+
+def test_a_rejected_row_leaves_the_loss_and_nothing_else(store: Any) -> None:
+    _, batch = run(store, "algorithm.mrs.level=null", "algorithm.mrs.veto=null")
+    assert stored(store, batch) == MASKS
+    plain = stored(store, batch, "advantages")
+    part, batch = run(store)
+    assert stored(store, batch) == emptied(1, 5)  # e^0.5 and e^-0.5
+    assert stored(store, batch, "advantages") == plain and plain[1][0] != 0  # of all samples of the prompt
+    metrics = part.metrics
+    assert metrics["rejection/kept_share"] == metrics["rejection/mrs/kept_share"] == pytest.approx(5 / 7)
+    assert metrics["rejection/kept_tokens_share"] == pytest.approx(17 / 21)
+    assert metrics["rejection/mrs/kept_share/length_q1"] == pytest.approx(2 / 4)
+    assert metrics["rejection/mrs/kept_share/length_q4"] == 1.0
+    assert metrics["rejection/mrs/statistic/p50"] == 1.0
+    assert metrics["rejection/mrs/statistic/p95"] == pytest.approx(np.quantile(np.exp(SHIFT[:7]), 0.95))
+    assert metrics["rejection/log_ppl_gap/mean"] == pytest.approx(-np.mean(SHIFT[:7]), abs=1e-7)
+    assert metrics["rejection/mrs/log_ppl_gap/kept"] == 0.0
+    with part.around_update("actor", batch):
+        assert batch.extra_info["verl_ext_normalise"] == "all"
+        batch.extra_info.update(mini_batch_size=4, epochs=3)
+    part.after_update(verls := {"actor/skipped_share": 0.5})
+    assert verls == {} and part.metrics["rejection/skipped_updates/count"] == 3.0
+    assert stored(store, batch) == MASKS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rejected"),
+    [
+        ([], {1, 5}),
+        (["algorithm.mrs.upper=2.0"], {5}),
+        (["algorithm.mrs.lower=null"], {1}),
+        (["algorithm.mrs.level=null"], set()),
+        (["algorithm.mrs.level=null", "algorithm.mrs.veto=0.9"], {5}),
+        (["+algorithm.rejection.trm=true", "algorithm.mrs.level=null", "+algorithm.trm.avg=null"], {1, 5}),
+        (["+algorithm.rejection.ser=true", "algorithm.mrs.level=null", "+algorithm.ser.threshold=0.5"], {1}),
+        (["+algorithm.rejection.variance_filter=true", "algorithm.mrs.level=null"], {4, 5, 6}),
+        (["+algorithm.rejection.simpletir=true", "algorithm.mrs.level=null"], {2, 3, 4}),
+        (["+algorithm.rejection.simpletir=true"], {1, 2, 3, 4, 5}),
+    ],
+)
+def test_each_rule_on_the_rows_of_a_run(store: Any, overrides: list[str], rejected: set[int]) -> None:
+    part, batch = run(store, *overrides)
+    assert stored(store, batch) == emptied(*rejected)
+    assert all(np.isfinite(value) for value in part.metrics.values())
+
+
+def test_an_agent_loop_may_say_what_a_void_turn_is(store: Any) -> None:
+    said = [{"void": row == 6} for row in range(len(MASKS))]
+    _, batch = run(store, "+algorithm.rejection.simpletir=true", "algorithm.mrs.level=null", said=said)
+    assert stored(store, batch) == emptied(6)
+
+
+# ---- after the advantage -------------------------------------------------------------------------------------------
+
+
+def test_empg_follows_the_estimator_and_leaves_rejected_rows_out(store: Any) -> None:
+    from verl_ext.methods.empg import empg
+
+    _, batch = run(store)
+    before = torch.nested.nested_tensor([torch.tensor(row) for row in stored(store, batch, "advantages")])
+    trainer = trainer_of(config("+recipe=[grpo,mrs,empg]", "algorithm.empg.zeta=0.3"))
+    batch = advantage(trainer, put(store))
+    mask = torch.nested.nested_tensor([torch.tensor(row) for row in emptied(1, 5)]).to_padded_tensor(0)
+    expected = empg(
+        before.to_padded_tensor(0.0),
+        0.1 * torch.arange(1.0, 9.0)[:, None].expand(mask.shape),
+        mask,
+        index=["a"] * 4 + ["b"] * 3 + ["pad"],
+        traj_uid=["a0", "a1", "a2", "a2", "b0", "b1", "b2", "pad0"],
+        turn_index=[0, 0, 0, 1, 0, 0, 0, 0],
+        valid_row=np.arange(8) < 7,
+        zeta=0.3,
+    )
+    for row, found in enumerate(stored(store, batch, "advantages")):
+        assert found == pytest.approx(expected[row, : len(found)].tolist(), abs=1e-6)
+    assert expected[1].abs().max() == 0 and expected[2, 0] != 0
+    metrics = trainer.parts[-1].metrics
+    assert metrics["empg/step_entropy/min"] == pytest.approx(0.1)
+    assert metrics["empg/step_entropy/max"] == pytest.approx(0.7)
+    assert metrics["empg/advantage_rms/after"] != metrics["empg/advantage_rms/before"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+algorithm.modifiers.emgp=true", r"algorithm\.modifiers\.emgp: there is no such modifier"),
+        ("algorithm.empg.k=-1", r"algorithm\.empg\.k is -1"),
+        ("algorithm.rollout_correction.bypass_mode=true", r"empg needs the entropy .*bypass_mode=true skips that pass"),
+        ("trainer.length_lr.decay=2", r"trainer\.length_lr\.decay is 2"),
+        ("+trainer.length_lr.surge_step=3", r"trainer\.length_lr\.surge_step is not an option"),
+        ("actor_rollout_ref.actor.strategy=megatron", r"trainer\.length_lr multiplies .*strategy=megatron"),
+    ],
+)
+def test_modifiers_and_schedule_are_checked_at_launch(override: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config("+recipe=[grpo,empg,length_lr]", override))
+
+
+def test_two_warm_ups_are_warned_about() -> None:
+    (warning,) = checks.check(config("+recipe=[grpo,length_lr]", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"))
+    assert "both warm up" in warning
+
+
+def lengths_seen(part: LengthLearningRate, store: Any, steps: dict[int, int]) -> list[float]:
+    """Factors that actor and critic are told in steps whose rows have so many tokens."""
+    told = []
+    for step, length in steps.items():
+        part.trainer.global_steps = step
+        rows = [torch.ones(length, dtype=torch.int64), torch.ones(99, dtype=torch.int64)]
+        mask = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        keys, tags = (
+            [f"l{step}_{id(part)}_0", f"pad{step}_{id(part)}_0"],
+            [{"seq_len": 9}, {"seq_len": 9, "is_padding": True}],
+        )
+        batch = put_fields(store, keys, tags, {"response_mask": mask})
+        part.on_batch(batch, columns.ActiveBatch(columns={}), {})
+        for role in ("critic", "actor"):
+            with part.around_update(role, batch):
+                told.append(batch.extra_info["verl_ext_learning_rate"])
+    return told[::2] if told[::2] == told[1::2] else []
+
+
+def test_schedule_goes_on_from_a_checkpoint(store: Any, tmp_path: Path) -> None:
+    cfg = config(
+        "+recipe=[grpo,length_lr]",
+        "trainer.length_lr.warmup_steps=2",
+        "trainer.length_lr.baseline_steps=2",
+        "trainer.length_lr.period_factor=0.5",
+        f"trainer.default_local_dir={tmp_path}",
+    )
+    trainer = SimpleNamespace(local_trigger_step=0, global_steps=0)
+    steps = {1: 10, 2: 10, 3: 10, 4: 10, 5: 40, 6: 10, 7: 10, 8: 10}  # a surge at t = 4, so P = 2 counted from t = 2
+    expected = [0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    whole = LengthLearningRate(cfg, trainer)
+    assert lengths_seen(whole, store, steps) == expected
+    first, second = LengthLearningRate(cfg, trainer), LengthLearningRate(cfg, trainer)
+    assert lengths_seen(first, store, {step: steps[step] for step in range(1, 6)}) == expected[:5]
+    checkpoints.save(cfg, 5, [first])
+    checkpoints.load(cfg, 5, [second])
+    assert lengths_seen(second, store, {step: steps[step] for step in range(6, 9)}) == expected[5:]
+    second.after_update(verls := {"actor/lr_factor": 0.25})
+    assert verls == {}
+    assert second.metrics == {
+        "length_lr/factor": 0.25,
+        "length_lr/baseline_length": 10.0,
+        "length_lr/surge_step": 4.0,
+    }
+    with pytest.raises(RuntimeError, match="has not multiplied its learning rate"):
+        second.after_update({})
+
+
+# ---- verl's own families -------------------------------------------------------------------------------------------
+
+
+VERLS = [case for case in load_cases("rollout_correction") if case["config"]["family"].startswith("verl")]
+SUITED = [f"actor_rollout_ref.actor.{key}" for key in ("clip_ratio_low=1e6", "clip_ratio_high=1e6", "clip_ratio_c=1e9")]
+
+
+def put_case(store: Any, case: dict[str, Any]) -> KVBatchMeta:
+    mask = token_field(case, "response_mask").long()
+    keys, tags = [f"u_{row}_0" for row in range(len(mask))], [{"seq_len": 9} for _ in mask]
+    tensors = {name: token_field(case, name) for name in ("old_log_probs", "rollout_log_probs")}
+    tensors |= {"response_mask": mask, "rm_scores": torch.arange(mask.numel()).view(mask.shape).float()}
+    fields = {
+        name: torch.nested.as_nested_tensor(list(value.unbind()), layout=torch.jagged)
+        for name, value in tensors.items()
+    }
+    return put_fields(store, keys, tags, fields)
+
+
+def of_case(case: dict[str, Any], *overrides: str) -> Any:
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_is", "rollout_is_threshold")
+    given = {name: case["config"][name] for name in names if name in case["config"]}
+    quoted = {name: f"'{value}'" if isinstance(value, str) else value for name, value in given.items()}
+    overrides = (*(f"algorithm.rollout_correction.{name}={value}" for name, value in quoted.items()), *overrides)
+    return trainer_of(config("+recipe=grpo", *overrides))
+
+
+@pytest.mark.parametrize("case", VERLS, ids=case_name)
+def test_verls_families_through_our_trainer(store: Any, case: dict[str, Any]) -> None:
+    batch = advantage(of_case(case), put_case(store, case))
+    for name, column in (("response_mask", "response_mask"), ("rollout_is_weights", "rollout_is_weights")):
+        if name in case["expected"]:
+            assert_expected(case, name, np.array(stored(store, batch, column)))
+
+
+@pytest.mark.parametrize("case", VERLS, ids=case_name)
+def test_verls_families_in_bypass_mode(store: Any, case: dict[str, Any]) -> None:
+    """There the loss applies them: each token's gradient is its weight, and 0 where it is rejected."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.utils.config import omega_conf_to_dataclass
+
+    one = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    node = "algorithm.rollout_correction"
+    trainer = of_case(case, f"{node}.bypass_mode=true", f"{node}.loss_type=reinforce", one, *SUITED)
+    batch = advantage(trainer, put_case(store, case))
+    mask = token_field(case, "response_mask")
+    assert np.array_equal(stored(store, batch), mask)  # the trainer leaves it to the loss
+    assert stored(store, batch, "old_log_probs") == stored(store, batch, "rollout_log_probs")
+    actor = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+    log_prob = token_field(case, "old_log_probs").requires_grad_()
+    loss, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
+        old_log_prob=torch.tensor(stored(store, batch, "old_log_probs")),
+        log_prob=log_prob,
+        advantages=-torch.ones_like(log_prob),
+        response_mask=mask,
+        loss_agg_mode="token-sum",
+        config=actor,
+    )
+    loss.backward()
+    name = "response_mask" if "response_mask" in case["expected"] else "rollout_is_weights"
+    assert_expected(case, name, log_prob.grad * mask)

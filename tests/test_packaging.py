@@ -17,7 +17,7 @@ from verl_ext.recipes import recipe_root, recipes, table_paths
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE", "Makefile")
-FOLDERS = ("verl_ext", "recipe", "requirements", "tests", "examples", ".ci")
+FOLDERS = ("verl_ext", "recipe", "requirements", "tests", "examples", "docs", ".ci")
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,9 @@ CHAT_TEMPLATE = (
 
 
 def readme_code(first_line: str) -> str:
-    """The README's Python that begins with this line: what it teaches is what runs."""
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    """The Python in README.md or docs/ that begins with this line: what they teach is what runs."""
+    root = Path(__file__).resolve().parents[2]
+    text = "".join(page.read_text(encoding="utf-8") for page in [root / "README.md", *root.glob("docs/*.md")])
     (found,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith(first_line)]
     return found
 

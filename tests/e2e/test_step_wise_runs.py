@@ -146,7 +146,7 @@ def test_environments_that_break_do_not_break_the_run(lab: Lab) -> None:
 
 
 def test_an_environment_of_ones_own(lab: Lab, tmp_path: Path) -> None:
-    """What the README teaches: a class in a module of one's own, named in the configuration."""
+    """What docs/environments.md teaches: a class in a module of one's own, named in the configuration."""
     code = readme_code("# vault.py")
     assert len(code.splitlines()) < 40
     (tmp_path / "vault.py").write_text(code)

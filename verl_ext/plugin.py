@@ -182,6 +182,14 @@ def _register_agent_loops(module: Any) -> None:
         wraps.replace(wraps.RUN_AGENT_LOOP, notes.noting)
 
 
+def _contain_reward_functions(module: Any) -> None:
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.contain import contained_reward_function
+        from verl_ext.integration import wraps
+
+        wraps.replace(wraps.REWARD_FUNCTION, contained_reward_function)
+
+
 AGENT_LOOPS = {
     "verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
     "verl_ext_orchestra": "verl_ext.rollout.orchestra.loop.OrchestraLoop",
@@ -196,6 +204,7 @@ _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     # Again when the workers are imported, for engines that others have registered meanwhile.
     "verl.workers.engine_workers": ("preparing the training engines", _one_pass_engines),
     "verl.experimental.agent_loop.agent_loop": ("registering the agent loops", _register_agent_loops),
+    "verl.trainer.ppo.reward": ("containing reward functions", _contain_reward_functions),
     "hydra": ("making the recipes known to Hydra", _register_search_path),
 }
 

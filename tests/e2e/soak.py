@@ -15,9 +15,25 @@ import random
 import time
 from pathlib import Path
 
-from harness import REWARD, Lab, eventually, make_data, make_model, processes
+from harness import REWARD, Lab, eventually, make_data, make_model, processes, steps_logged
 
 AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # take a minute to give up on a killed node
+
+
+class Kill:
+    """When to kill: `seconds` after `steps` further lines of metrics."""
+
+    def __init__(self, steps: int, seconds: float) -> None:
+        self.steps, self.seconds = steps, seconds
+        self.first: int | None = None
+        self.due: float | None = None
+
+    def __call__(self, folder: Path) -> bool:
+        logged = steps_logged(folder)
+        self.first = logged if self.first is None else self.first
+        if self.due is None and logged >= self.first + self.steps:
+            self.due = time.monotonic() + self.seconds
+        return self.due is not None and time.monotonic() > self.due
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,13 +57,14 @@ def main(argv: list[str] | None = None) -> None:
     ]
     started = time.monotonic()
     for kill in range(options.kills):
-        due = time.monotonic() + chance.uniform(5, 90)
-        run = lab.run("soak", overrides=overrides, kill_when=lambda _, due=due: time.monotonic() > due, timeout=900)
+        # Some steps after the start and some seconds after that, in the start itself where no step is to come first.
+        due = Kill(chance.randint(0, 2 * options.steps // (options.kills + 1)), chance.uniform(1, 20))
+        run = lab.run("soak", overrides=overrides, kill_when=due, timeout=1800)
         if run.code == 0:
             print(f"kill {kill + 1}: came too late, the run had finished", flush=True)
             break
         steps = max(run.metrics, default=0)
-        print(f"kill {kill + 1} after {run.seconds:.0f} s, {steps} steps on record", flush=True)
+        print(f"kill {kill + 1} after {run.seconds:.0f} s of this start, {steps} steps on record", flush=True)
         assert eventually(lambda folder=run.folder: set(processes(folder)) <= AGENTS, 60), processes(run.folder)
     run = lab.run("soak", overrides=overrides, timeout=3600).check()
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

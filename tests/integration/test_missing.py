@@ -60,6 +60,10 @@ class Worker:
     async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, *, ends: str, **kwargs: Any) -> None:
         if ends == "raises":
             raise ValueError(f"the world of {kwargs['uid']} is gone")
+        if ends == "exits":
+            raise SystemExit(f"the world of {kwargs['uid']} is gone")
+        if ends == "cancels":
+            raise asyncio.CancelledError(f"the world of {kwargs['uid']} is gone")
         if ends == "rows":
             key = f"{kwargs['uid']}_{kwargs['session_id']}_0"
             partition = "val" if trajectory["validate"] else "train"
@@ -82,7 +86,7 @@ def prompt(store: Any, uid: str, *ends: str, partition: str = "train") -> None:
         keys=[uid], partition_id=partition, tags=[{"is_prompt": True, "status": "running", "global_steps": 1}]
     )
     raised = [error for error in asyncio.run(sessions()) if error is not None]
-    assert len(raised) == ends.count("raises")
+    assert len(raised) == len([end for end in ends if end in ("raises", "exits", "cancels")])
     store.kv_batch_put(keys=[uid], partition_id=partition, tags=[{"status": "failure" if raised else "finished"}])
 
 
@@ -100,7 +104,7 @@ def sample(buffer: Any, prompts: int, partition: str = "train") -> Any:
 def test_a_prompt_that_lost_all_its_rollouts_counts(clean: Any) -> None:
     """verl's batch has rows of one prompt of two; counted by prompts with rows, 2 of 4 were missing and not 6 of 8."""
     prompt(clean, "a", "rows", "raises", "rows", "raises")
-    prompt(clean, "b", *["raises"] * 4)
+    prompt(clean, "b", "raises", "exits", "cancels", "raises")
     buffer, _ = sampler()
     message = (
         r"(?s)6 of 8 rollouts were lost.*max_missing_share=0\.05 allows 0\..* The first, a_1:\n.*the world of a is gone"

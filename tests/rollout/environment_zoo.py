@@ -65,6 +65,8 @@ class Broken(Corridor):
     def misbehave(self) -> Any:
         if self.how == "raise":
             raise ZeroDivisionError("the world is gone")
+        if self.how == "exit":
+            raise SystemExit("the world ends itself")
         if self.how == "hang":
             time.sleep(3600)
         if self.how == "die":
@@ -172,10 +174,35 @@ class Async:
             await asyncio.sleep(3600)
         if self.how == "raise":
             raise ZeroDivisionError("the world is gone")
+        if self.how == "exit":
+            raise SystemExit("the world ends itself")
+        if self.how == "cancel":
+            raise asyncio.CancelledError
         if self.how == "nan":
             return "x", float("nan"), False, {}
         await asyncio.sleep(0)
         return self.corridor.step(action)
+
+
+class Paying(Corridor):
+    """Gives 1, takes a half, breaks; where a file is named, it is there from then on and nothing begins again."""
+
+    def __init__(self, mark: str = "") -> None:
+        super().__init__()
+        self.mark = Path(mark) if mark else None
+
+    def reset(self, seed: int) -> Observation:
+        if self.mark and self.mark.exists():
+            raise FileNotFoundError("the world has gone")
+        return super().reset(0)
+
+    def step(self, action: str) -> Any:
+        self.place += 1
+        if self.place == 3:
+            if self.mark:
+                self.mark.touch()
+            raise ZeroDivisionError("no third step")
+        return self.observe(), (1.0, -0.5)[self.place - 1], False, {}
 
 
 class Half:

@@ -81,6 +81,8 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     if "raise" in solution_str:
         raise ZeroDivisionError("in the reward")
+    if "exit" in solution_str:
+        raise SystemExit(3)
     return {"score": float(solution_str.strip() == str(ground_truth)), "length": len(solution_str), "note": "text"}
 """
 
@@ -337,6 +339,12 @@ async def faulty(task, left, right, *, how: str = "", times: int = 1):
     await left("a")
     if how == "raise":
         raise KeyError("the blackboard")
+    if how == "exit":
+        raise SystemExit("the blackboard")
+    if how == "cancel":
+        raise asyncio.CancelledError
+    if how == "together":
+        await together(left("b"), exits())
     if how == "hang":
         await asyncio.sleep(60)
     if how == "endless":
@@ -352,7 +360,18 @@ async def faulty(task, left, right, *, how: str = "", times: int = 1):
     if how == "orphan":
         asyncio.ensure_future(right("never"))
         await asyncio.sleep(0.02)
-    return {"nan": math.nan, "object": object(), "reply": None, "reward": "raise", "text": "12"}.get(how, 1.0)
+    return {
+        "nan": math.nan,
+        "object": object(),
+        "reply": None,
+        "reward": "raise",
+        "reward_exit": "exit",
+        "text": "12",
+    }.get(how, 1.0)
+
+
+async def exits():
+    raise KeyboardInterrupt
 
 
 async def late():
@@ -368,12 +387,16 @@ def stuck(prompt: str) -> Any:
     ("how", "keys", "reason", "detail", "agents"),
     [
         ("raise", {}, "error", "KeyError: 'the blackboard'", ["left"]),
+        ("exit", {}, "error", "the orchestration raised SystemExit: the blackboard", ["left"]),
+        ("cancel", {}, "error", "the orchestration raised CancelledError", ["left"]),
+        ("together", {}, "error", "a branch of the orchestration raised KeyboardInterrupt", ["left"]),
         ("hang", {"time_limit_s": 0.1}, "time_limit", "no end within 0.1 s", ["left"]),
         ("endless", {"max_calls": 5}, "max_calls", "max_calls=5", ["left"] * 5),
         ("gather", {}, "error", "KeyError: 'one branch'", ["left"]),
         ("nan", {}, "error", "reward nan", ["left"]),
         ("object", {}, "error", "return a reward", ["left"]),
         ("reward", {}, "reward_error", "ZeroDivisionError: in the reward", ["left"]),
+        ("reward_exit", {}, "reward_error", "raised SystemExit: 3", ["left"]),
     ],
 )
 def test_a_failure_ends_its_own_trajectory(
@@ -706,6 +729,8 @@ def test_an_agent_with_tools(play: Any) -> None:
             a: one number.
             b: the other.
         """
+        if a == 1:
+            raise SystemExit("the tool ends the process")
         return str(a + b)
 
     try:
@@ -724,7 +749,7 @@ def test_an_agent_with_tools(play: Any) -> None:
         again = call % '{"a": 1, "b": 1}'
         keys = {"max_tool_rounds": 2}
         rows, _ = play("test_tools", lambda prompt: again, keys=keys, rollout=multi_turn, response_length=128)
-        assert len(rows) == 3
+        assert len(rows) == 3 and info(rows)["failure_tool_error"] == 2.0
     finally:
         FUNCTION_TOOL_REGISTRY.pop("test_add")
     with pytest.raises(OptionError, match="has the tool 'test_add', which is not there"):

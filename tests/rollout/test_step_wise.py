@@ -231,10 +231,20 @@ def test_rollouts_of_a_prompt_begin_in_the_same_state(tokenizer: Any) -> None:
     assert fields(results[0], "anchor_obs") == fields(results[1], "anchor_obs") == fields(results[2], "anchor_obs")
 
 
-def test_a_row_chooses_its_environment(tokenizer: Any) -> None:
-    extra = {"env_seed": 1, "environment": "environment_zoo:Async", "environment_kwargs": json.dumps({"how": "raise"})}
-    with pytest.raises(EnvironmentFault, match="the world is gone"):
-        play(tokenizer, [act("forward")], {"extra_info": extra})
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "the world is gone"),
+        ("exit", "Async.step raised SystemExit: the world ends itself"),
+        ("cancel", "Async.step raised CancelledError"),
+    ],
+)
+def test_a_row_chooses_its_environment(tokenizer: Any, how: str, said: str) -> None:
+    extra = {"env_seed": 1, "environment": "environment_zoo:Async", "environment_kwargs": json.dumps({"how": how})}
+    (row,), _ = play(tokenizer, [act("forward")], {"extra_info": extra})
+    assert row.extra_fields["failure"] == "environment_error" and said in row.extra_fields["stop_detail"]
+    with pytest.raises(EnvironmentFault, match=said):
+        play(tokenizer, [act("forward")], {"extra_info": extra}, environment={"failed_trajectories": "raise"})
 
 
 def test_a_system_message_of_the_data_stays(tokenizer: Any) -> None:
@@ -289,6 +299,7 @@ def test_a_prompt_that_cannot_be_shortened_ends_the_trajectory(tokenizer: Any) -
     ("how", "reason"),
     [
         ("raise", "environment_error"),
+        ("exit", "environment_error"),
         ("hang", "environment_timeout"),
         ("die", "environment_died"),
         ("nan", "environment_garbage"),
@@ -317,6 +328,23 @@ def test_an_environment_that_breaks_ends_its_own_trajectory(tokenizer: Any, how:
             assert fields(result, "valid_row") == [True] * 2 and info(result)["failed"] == 1.0
 
 
+def test_breaking_the_environment_earns_nothing(tokenizer: Any) -> None:
+    rows, _ = play(tokenizer, [act("forward")], environment={"name": "environment_zoo:Paying"})
+    assert fields(rows, "turn_reward") == [0.0, -0.5, 0.0] and {row.reward_score for row in rows} == {-0.5}
+    assert fields(rows, "valid_row") == [True] * 3 and fields(rows, "failure") == ["", "", "environment_error"]
+
+
+@pytest.mark.parametrize("how", ["mark", "reset"])
+def test_what_no_action_has_broken_is_missing(tokenizer: Any, how: str, tmp_path: Path) -> None:
+    mark = tmp_path / "gone"
+    if how == "reset":
+        mark.touch()
+    broken = {"name": "environment_zoo:Paying", "kwargs": {"mark": str(mark)}}
+    said = "the world has gone" if how == "reset" else "no third step"
+    with pytest.raises(EnvironmentFault, match=said):
+        play(tokenizer, [act("forward")], environment=broken)
+
+
 def test_failed_trajectories_can_be_masked(tokenizer: Any) -> None:
     broken = {"name": "environment_zoo:Broken", "failed_trajectories": "mask"}
     rows, _ = play(tokenizer, [act("forward")], environment=broken)
@@ -326,7 +354,7 @@ def test_failed_trajectories_can_be_masked(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_a_broken_beginning_is_a_placeholder_row(tokenizer: Any, logprobs: bool) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "mask"}
     rows, server = play(tokenizer, [act("forward")], environment=broken, logprobs=logprobs)
     assert not server.requests and len(rows) == 1
     (row,) = rows
@@ -395,7 +423,7 @@ def test_an_environment_in_which_everything_fails_is_an_error(tokenizer: Any, mo
     from verl_ext.rollout import step_wise
 
     monkeypatch.setattr(step_wise, "_fates", {})
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "mask"}
     results, _ = play_many(tokenizer, [act("forward")], [{}] * 25, environment=broken)
     errors = [result for result in results if isinstance(result, BaseException)]
     assert len(errors) == 6 and all(type(error) is EnvironmentUnavailable for error in errors)
@@ -432,7 +460,7 @@ def metrics_of(results: Sequence[list[AgentLoopOutput]], padding: int = 0) -> di
 
 
 def test_the_reasons_are_counted_in_metrics(tokenizer: Any) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"every": 2}, "failed_trajectories": "keep"}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"every": 2}, "failed_trajectories": "mask"}
     rows = [{"index": seed} for seed in (1, 2, 3, 4, 5)]
     rows.append({"index": 0, "extra_info": {"environment_kwargs": json.dumps({"when": "reset", "how": "nan"})}})
     results, _ = play_many(tokenizer, [act("forward")], rows, environment=broken)
@@ -446,7 +474,7 @@ def test_the_reasons_are_counted_in_metrics(tokenizer: Any) -> None:
 
 
 def test_a_batch_of_failures_alone_is_refused(tokenizer: Any) -> None:
-    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "keep"}
+    broken = {"name": "environment_zoo:Broken", "kwargs": {"when": "reset"}, "failed_trajectories": "mask"}
     results, _ = play_many(tokenizer, [act("forward")], [{}, {}], environment=broken)
     columns, _ = row_fields(["u_0_0", "u_1_0"], [{}, {}], [rows[0].extra_fields for rows in results])
     with pytest.raises(BatchError, match=r"can be trained on \(failed trajectories: environment_error: 2\)"):

@@ -13,6 +13,8 @@ import os
 import traceback
 from typing import Any
 
+from verl_ext.contain import contained
+
 logger = logging.getLogger(__name__)
 
 LOST, GUARDED = "verl_ext_lost", "verl_ext_guarded"
@@ -24,12 +26,13 @@ _guarded = False
 
 
 def noting(run_agent_loop: Any) -> Any:
-    """verl's `AgentLoopWorker._run_agent_loop`, which notes what it raises. The error goes on to verl unchanged."""
+    """verl's `AgentLoopWorker._run_agent_loop`, which notes what it raises. An exception goes on to verl unchanged."""
 
     @functools.wraps(run_agent_loop)
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
         try:
-            return await run_agent_loop(self, sampling_params, trajectory, **kwargs)
+            with contained("the agent loop"):
+                return await run_agent_loop(self, sampling_params, trajectory, **kwargs)
         except Exception:
             if "session_id" in kwargs:
                 partition = "val" if trajectory["validate"] else "train"

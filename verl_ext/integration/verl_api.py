@@ -133,7 +133,14 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
 """{feature: {module: names}}. ``A.b(c, d)`` is the attribute b of A, which takes c and d; ``b|e`` is one of the two."""
 
 TARGETS: dict[str, tuple[wraps.Target, ...]] = {
-    TRAINER: (*wraps.GET_TRAINER, wraps.ADVANTAGE, wraps.FILE_LOGGER, wraps.RUN_AGENT_LOOP, wraps.LOSS_METRICS),
+    TRAINER: (
+        *wraps.GET_TRAINER,
+        wraps.ADVANTAGE,
+        wraps.FILE_LOGGER,
+        wraps.RUN_AGENT_LOOP,
+        wraps.REWARD_FUNCTION,
+        wraps.LOSS_METRICS,
+    ),
     ENGINE: (wraps.SUM_PI_SQUARED,),
     CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY),
 }

@@ -160,6 +160,13 @@ RUN_AGENT_LOOP = Target(
     written_for="verl 0.9.1, experimental/agent_loop/agent_loop.py:661, called by AgentLoopWorkerTQ._run_prompt",
     reason="verl logs what a rollout raises in the worker and drops it; the trainer is not told of which or why",
 )
+REWARD_FUNCTION = Target(
+    module="verl.trainer.ppo.reward",
+    name="get_custom_reward_fn",
+    parameters=("config",),
+    written_for="verl 0.9.1, trainer/ppo/reward.py:56, called by load_reward_manager in the reward workers",
+    reason="a SystemExit that a reward function raises for an answer ends verl's reward worker, and with it the run",
+)
 FILE_LOGGER = Target(
     module="verl.utils.tracking",
     name="FileLogger",

@@ -29,12 +29,15 @@ actions is cut at its end (the actions stay valid). The row has ``prompt_truncat
 is still too long the trajectory ends, ``failure="prompt_too_long"``.
 
 **When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory by name
-(:data:`verl_ext.rollout.environments.protocol.FAULTS`): the loop raises, so that the rollout is missing and counted as
-such (``failed_trajectories=raise``). With ``keep`` or ``mask`` its rows are returned: the reward of the failed step is
-0, ``failure`` says which, ``stop_detail`` how, and the metric ``rollout/failures/<reason>`` counts it. With ``mask``
-they are in no statistic and not in the loss, and so is the one placeholder row of a trajectory in which the model has
-not answered yet. What no trajectory could do (a package is missing, a wrong argument) raises and ends the run; so does
-an environment in which each of the first :data:`~verl_ext.rollout.rows.HOPELESS` trajectories of a process has failed.
+(:data:`verl_ext.rollout.environments.protocol.FAULTS`). If it does so upon an action, and a new one of the same seed
+can begin, the action has broken it and the model has failed (``failed_trajectories=keep``): its rows are trained on,
+what it had earned is lost (rewards above 0 become 0), ``failure`` says which, ``stop_detail`` how, and the metric
+``rollout/failures/<reason>`` counts it. So no model gains by breaking things, and none can end the run by it. A fault
+before the first action, or of an environment that no longer begins, is nobody's failure: the loop raises, the rollout
+is missing. ``raise`` does so with every fault. With ``mask`` the rows are in no statistic and not in the loss, and so
+is the one placeholder row of a trajectory in which the model has not answered yet. What no trajectory could do (a
+package is missing, a wrong argument) raises and ends the run; so does an environment in which each of the first
+:data:`~verl_ext.rollout.rows.HOPELESS` trajectories of a process has failed.
 """
 
 from __future__ import annotations
@@ -195,7 +198,7 @@ class StepWiseLoop(AgentLoopBase):
             One output a step, in order; never empty.
 
         Raises:
-            EnvironmentFault: the environment broke, unless ``failed_trajectories`` says otherwise.
+            EnvironmentFault: the environment broke; which of them are raised, ``failed_trajectories`` says.
             EnvironmentUnavailable: the environment cannot be played on this machine, or all trajectories in it fail.
             ValueError: the row names no environment or no seed.
         """
@@ -209,13 +212,7 @@ class StepWiseLoop(AgentLoopBase):
 
         episode = _Episode("", Observation(""), Observation(""))
         broken: EnvironmentFault | None = None
-        session = open_session(
-            name,
-            arguments,
-            reset_timeout_s=options.reset_timeout_s,
-            step_timeout_s=options.step_timeout_s,
-            processes=options.processes,
-        )
+        session = self._session(name, arguments)
         try:
             self._see(episode, await session.reset(seed))
             episode.task = self.plain.text(episode.observation.task)
@@ -237,14 +234,41 @@ class StepWiseLoop(AgentLoopBase):
         finally:
             await session.close()
         self._note(name, seed, episode)
-        if broken is not None and options.failed_trajectories == "raise":
-            raise broken
+        if broken is not None and options.failed_trajectories != "mask":
+            if options.failed_trajectories == "raise" or not episode.rewards:
+                raise broken
+            await self._require_sound(name, arguments, seed, broken)
+            episode.rewards = [min(reward, 0.0) for reward in episode.rewards]
+            for call, reward in zip(episode.calls, episode.rewards, strict=True):
+                call.fields["turn_reward"] = reward
         if not episode.calls:
             ids = await rows.encode(self, messages)
             call = rows.placeholder(self, ids, sampling_params, kwargs.get("global_steps"))
             call.fields = self._fields(episode.observation, Action("", False), 0.0, False)
             episode.calls.append(call)
         return self._rows(episode)
+
+    def _session(self, name: str, arguments: Mapping[str, Any]) -> Session:
+        options = self.options
+        return open_session(
+            name,
+            arguments,
+            reset_timeout_s=options.reset_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+            processes=options.processes,
+        )
+
+    async def _require_sound(
+        self, name: str, arguments: Mapping[str, Any], seed: int, broken: EnvironmentFault
+    ) -> None:
+        """Raise `broken` if a new environment of this seed cannot begin either: then no action has done it."""
+        session = self._session(name, arguments)
+        try:
+            await session.reset(seed)
+        except EnvironmentFault as fault:
+            raise broken from fault
+        finally:
+            await session.close()
 
     def _see(self, episode: _Episode, seen: Observation) -> None:
         """Take in an observation: as it is for rows and rules, and as the prompt may show it."""

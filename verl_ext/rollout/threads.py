@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from verl_ext.contain import contained
 from verl_ext.integration.options import read, select
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,11 @@ def read_threads(config: Any) -> ThreadOptions:
     return read(select(config, "verl_ext"), "threads", ThreadOptions, where="verl_ext.threads")
 
 
+def _contained(kind: str, function: Callable[..., T], *args: Any) -> T:
+    with contained(kind):
+        return function(*args)
+
+
 class Threads:
     """Threads for one kind of work.
 
@@ -87,6 +93,7 @@ class Threads:
 
         Raises:
             asyncio.TimeoutError: it took longer; it is left behind.
+            Contained: the function raised what would have ended more than this call.
             HeldThreads: too much work has been left behind that still runs.
             Exception: what the function raises.
         """
@@ -97,7 +104,7 @@ class Threads:
                     f"{self.lost} threads for {self.kind} are held by calls that did not end in time and still run; "
                     "what they call hangs"
                 )
-            work = self.executor.submit(function, *args)
+            work = self.executor.submit(_contained, self.kind, function, *args)
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(work), timeout_s)
             finally:

@@ -79,7 +79,7 @@ def _answer(environment: Any, call: Mapping[str, Any]) -> dict[str, Any]:
         return {"unavailable": str(error)}
     except EnvironmentFault as error:
         return {"fault": error.reason, "detail": error.detail}
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: the trajectory is told why
         return {"fault": ERROR, "detail": explain(error)}
 
 
@@ -90,7 +90,7 @@ def _make(kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> tup
         return kind(**kwargs), {"value": {"pid": os.getpid()}}
     except EnvironmentUnavailable as error:
         return None, {"unavailable": str(error)}
-    except Exception as error:
+    except BaseException as error:
         return None, {"fault": ERROR, "detail": f"it cannot be made: {explain(error)}"}
 
 

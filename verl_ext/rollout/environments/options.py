@@ -40,9 +40,9 @@ class EnvironmentOptions:
         step_timeout_s: seconds for a step.
         processes: environments alive at the same time in one agent loop worker, over all settings, idle ones that wait
             for reuse included; further trajectories wait.
-        failed_trajectories: what becomes of a trajectory whose environment failed. ``raise``: it fails by name, and
-            counts as missing. ``keep``: its rows are trained on, the failed step has reward 0. ``mask``: its rows are
-            in no statistic and not in the loss.
+        failed_trajectories: what becomes of a trajectory whose environment failed. ``keep``: if an action broke it,
+            its rows are trained on and what it had earned is lost; if not, it is missing. ``raise``: it is missing.
+            ``mask``: its rows are in no statistic and not in the loss.
     """
 
     name: str | None = None
@@ -59,7 +59,7 @@ class EnvironmentOptions:
     reset_timeout_s: float = 120.0
     step_timeout_s: float = 30.0
     processes: int = 256
-    failed_trajectories: Literal["raise", "keep", "mask"] = "raise"
+    failed_trajectories: Literal["keep", "raise", "mask"] = "keep"
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "processes"):

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_ext.contain import contained
 from verl_ext.rollout.environments import protocol
 from verl_ext.rollout.environments.host import CLOSING_SECONDS, explain, pack
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
@@ -73,10 +74,14 @@ class LoopSession(Session):
         self.environment: Any = None
 
     async def _call(self, name: str, argument: Any, limit: float) -> Any:
+        async def call() -> Any:
+            with contained(f"{self.kind.__name__}.{name}"):
+                if self.environment is None:
+                    self.environment = self.kind(**self.kwargs)
+                return await getattr(self.environment, name)(argument)
+
         try:
-            if self.environment is None:
-                self.environment = self.kind(**self.kwargs)
-            return await asyncio.wait_for(getattr(self.environment, name)(argument), limit)
+            return await asyncio.wait_for(call(), limit)
         except asyncio.TimeoutError as error:
             raise EnvironmentFault(protocol.TIMEOUT, f"{name} did not end within {limit} s") from error
         except (EnvironmentFault, EnvironmentUnavailable):
@@ -91,11 +96,15 @@ class LoopSession(Session):
         return protocol.step_result(await self._call("step", action, self.step_timeout_s))
 
     async def close(self) -> None:
-        close = getattr(self.environment, "close", None)
+        async def end() -> None:
+            with contained("close"):
+                close = getattr(self.environment, "close", None)
+                result = close() if close is not None else None
+                if asyncio.iscoroutine(result):
+                    await result
+
         try:
-            result = close() if close is not None else None
-            if asyncio.iscoroutine(result):
-                await asyncio.wait_for(result, self.step_timeout_s)
+            await asyncio.wait_for(end(), self.step_timeout_s)
         except Exception:
             pass  # the trajectory is complete; there is nobody left to tell
         self.environment = None

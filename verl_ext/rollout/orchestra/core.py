@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl_ext.contain import contained
 from verl_ext.rollout.orchestra.agents import (
     EMPTY,
     MAX_CALLS,
@@ -208,7 +209,8 @@ async def together(*branches: Awaitable[Any]) -> list[Any]:
 
     async def run(place: tuple[int, ...], branch: Awaitable[Any]) -> Any:
         _branch.set(_Branch(place, asyncio.current_task()))
-        return await branch
+        with contained("a branch of the orchestration"):
+            return await branch
 
     tasks = [asyncio.ensure_future(run(place, branch)) for place, branch in zip(places, branches, strict=True)]
     try:
@@ -380,7 +382,8 @@ class Team:
         _branch.set(_Branch((), asyncio.current_task()))
         task = self.adopt(task)
         try:
-            result = await orchestration(task, *(BoundAgent(agent, self) for agent in agents), **options)
+            with contained("the orchestration"):
+                result = await orchestration(task, *(BoundAgent(agent, self) for agent in agents), **options)
         finally:
             await self.close()
         if self.fatal is not None:

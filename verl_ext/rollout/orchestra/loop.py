@@ -36,6 +36,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
+from verl_ext.contain import contained
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
 from verl_ext.rollout.orchestra import agents, core, prompts, settings
@@ -220,7 +221,7 @@ class OrchestraLoop(AgentLoopBase):
             with simple_timer("compute_score", timing):
                 limit = self.settings.reward_timeout_s
                 if inspect.iscoroutinefunction(function):
-                    result = await asyncio.wait_for(function(**arguments), timeout=limit)
+                    result = await asyncio.wait_for(_judgement(function, arguments), timeout=limit)
                 else:
                     judge = functools.partial(function, **arguments)
                     result = await threads(self.config, "judging").run(judge, timeout_s=limit)
@@ -380,6 +381,11 @@ def _reward_function(config: Any) -> Any:
 
         _reward_functions[id(config)] = config, get_custom_reward_fn(config) or default_compute_score
     return _reward_functions[id(config)][1]
+
+
+async def _judgement(function: Any, arguments: Mapping[str, Any]) -> Any:
+    with contained("the reward function"):
+        return await function(**arguments)
 
 
 def _is_number(value: Any) -> bool:

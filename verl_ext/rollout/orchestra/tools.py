@@ -13,6 +13,7 @@ import re2
 import regex
 from verl.utils.profiler import simple_timer
 
+from verl_ext.contain import contained
 from verl_ext.integration.options import OptionError
 from verl_ext.rollout.orchestra.agents import TOOL_ERROR, Agent
 from verl_ext.rollout.orchestra.core import Completion
@@ -91,6 +92,10 @@ class Tools:
         from verl.tools.function_tool import FunctionTool
 
         async def use() -> str:
+            with contained(f"tool {name}"):
+                return await answer()
+
+        async def answer() -> str:
             if name not in tools:
                 raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
             given = json.loads(arguments)

@@ -67,7 +67,7 @@ def fault(index: int, session: int, step: int) -> str:
     if random.Random(f"{index}/{session}/{step}").random() >= float(os.environ.get("CHAOS_SHARE", "0")):
         return ""
     kinds = sorted(WORLD if index % 2 else TEAM)
-    return kinds[(index // 2 + 3 * session + step) % len(kinds)]
+    return kinds[(index // 2 + 2 * session + 2 * step) % len(kinds)]
 
 
 class World:

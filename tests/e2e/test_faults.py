@@ -17,9 +17,8 @@ import pytest
 from harness import Lab, Run, eventually, shared_memory
 from test_main_job import finite, nothing_left
 
-pytestmark = pytest.mark.e2e
-
 STEPS = int(os.environ.get("CHAOS_STEPS", "3"))
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600 + 180 * STEPS)]
 SHARE = "0.5"
 SAMPLES = 8
 
@@ -65,7 +64,7 @@ def disturbed(lab: Lab, name: str, share: str) -> Run:
             "{kind: http, url: 'http://127.0.0.1:9/retrieve', retries: 0}}",
         ],
         environment={"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}", "CHAOS_SHARE": share},
-        timeout=300 + 60 * STEPS,
+        timeout=300 + 80 * STEPS,
     ).check()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from verl_ext.sandbox import CAGE_VARIABLE, CageError, Limits, Sandbox, SandboxError, cage, check, pool, shared
+from verl_ext.sandbox import SETTINGS_VARIABLE, CageError, Limits, Sandbox, SandboxError, cage, check, pool, shared
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)  # the zygote takes it over
@@ -277,10 +277,10 @@ def test_bad_values_are_named() -> None:
 
 
 def test_shared_takes_the_cage_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CAGE_VARIABLE, raising=False)
+    monkeypatch.delenv(SETTINGS_VARIABLE, raising=False)
     assert shared() is shared() and shared().cage == "required"
-    monkeypatch.setenv(CAGE_VARIABLE, "rlimits")
-    assert shared().cage == "rlimits"
+    monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"cage": "rlimits", "memory_mb": 512}))
+    assert shared().cage == "rlimits" and shared().limits.memory_mb == 512
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -8,7 +8,9 @@ told to load the plugin and to fail if they cannot.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +19,8 @@ from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
-from verl_ext.sandbox import CAGE_VARIABLE, CONFIG_KEY, LEVELS, check
+from verl_ext.integration.options import read
+from verl_ext.sandbox import SETTINGS_VARIABLE, SandboxOptions, check
 
 
 class LaunchCallback(Callback):
@@ -126,45 +129,35 @@ def prepare(config: Any) -> None:
     checks.check(config)
     verl_api.require(config)
     plugin.require(verl_api.hooked(config))
-    if cage := _cage(config):
-        os.environ[CAGE_VARIABLE] = cage
+    os.environ[SETTINGS_VARIABLE] = _sandbox(config)
     for name, value in (node.get("env") or {}).items():
         if value is not None:
             os.environ.setdefault(str(name), str(value))  # what the shell says wins
     os.environ["VERL_EXT_STRICT"] = "1"
     os.environ["VERL_USE_EXTERNAL_MODULES"] = _modules()
-    names = [
-        "VERL_EXT_STRICT",
-        "VERL_USE_EXTERNAL_MODULES",
-        *([CAGE_VARIABLE] if cage else []),
-        *(node.get("env") or {}),
-    ]
+    names = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", SETTINGS_VARIABLE, *(node.get("env") or {})]
     if node.get("platform") == "cpu":
         names.append("VERL_PLATFORM")
     print(f"verl_ext {verl_ext.__version__}: estimators {', '.join(component_names(config.algorithm))}", flush=True)
     _to_ray(config, {name: os.environ[name] for name in map(str, names) if name in os.environ})
 
 
-def _cage(config: Any) -> str | None:
-    """``verl_ext.sandbox.cage``; None if the configuration does not say.
-
-    Where the run is known to use the sandbox, its layers are named in the log.
+def _sandbox(config: Any) -> str:
+    """``verl_ext.sandbox`` as JSON. Where the run is known to use the sandbox, its layers are named in the log.
 
     Raises:
-        ValueError: no such cage.
+        OptionError: unknown key or bad value.
         CageError: the run would use the sandbox and this machine has not what the cage needs.
     """
-    given = OmegaConf.select(config, CONFIG_KEY)
-    cage = "required" if given is None else str(given)
-    if cage not in LEVELS:
-        raise ValueError(f"{CONFIG_KEY} is {cage!r}; choose one of {', '.join(LEVELS)}")
+    options = read(config.get("verl_ext"), "sandbox", SandboxOptions, where="verl_ext.sandbox")
     users = [
-        str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith("verl_ext.rewards.math"),
+        str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith(("rewards.math", "rewards.code")),
         OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") == "verl_ext_multi_turn",
+        options.cage != SandboxOptions.cage,
     ]
-    if given is not None or any(users):
-        print(f"verl_ext sandbox: {cage}: {', '.join(check(cage))}", flush=True)
-    return None if given is None else cage
+    if any(users):
+        print(f"verl_ext sandbox: {options.cage}: {', '.join(check(options.cage))}", flush=True)
+    return json.dumps(dataclasses.asdict(options))
 
 
 def _modules() -> str:

@@ -9,6 +9,7 @@ verl's own. What the parts are and their order: `verl_ext.integration.parts`.
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from verl_ext.integration import checks, columns, parts, verl_api, wraps
@@ -64,9 +65,12 @@ class VerlExtTrainer:
     # ---- a step: `step` is one or more times `_step_once` (parameter_sync_step) ----
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+        started = time.monotonic()
         batch = super().step(metrics, timing_raw)  # type: ignore[misc]
         metrics.update(reduced(self._updates_metrics))  # after verl has reduced its own, by other rules
         self._updates_metrics.clear()
+        if "sandbox/seconds" in metrics:  # of all its processes; 1.0: one was busy all the time
+            metrics["sandbox/share_of_step"] = metrics["sandbox/seconds"] / (time.monotonic() - started)
         return batch
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the sandbox: the verifiers of math-verify and reasoning-gym, each call in a process of its own.
+"""What runs in the sandbox: verifiers of math-verify, reasoning-gym and verl, and programs; each call a process.
 
 Some of them evaluate the answer (``eval``; sympy's ``parse_expr`` is an ``eval`` as well). The sandbox keeps that from
 the machine, but the verdict is made in the same process, so code in an answer could still write its own verdict. Here
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import io
 import json
 import re
 import sys
@@ -144,6 +145,62 @@ def load_math() -> None:
         raise ImportError("the reward function needs math-verify: pip install 'verl-ext[math]'") from error
     for text in _FAMILIAR:
         verify(parse(text, parsing_timeout=None), parse(r"\boxed{x_1}", parsing_timeout=None), timeout_seconds=None)
+
+
+@functools.cache
+def load_verls() -> None:
+    """Import verl's reward functions that evaluate, for `verls`."""
+    from verl.utils.reward_score import prime_math  # noqa: F401
+
+    _warm_sympy()
+
+
+def verls(data_source: str, answer: str, reference: str) -> float:
+    """What ``verl.utils.reward_score.default_compute_score`` gives to an answer.
+
+    Args:
+        data_source: by which it chooses the function.
+        answer: of the model.
+        reference: the ground truth.
+
+    Raises:
+        RuntimeError: verl's functions are not what they were.
+    """
+    from verl.utils.reward_score import default_compute_score, prime_math
+    from verl.utils.reward_score.prime_math import grader
+
+    # verl 0.9.1 has a process for each comparison, to end it in time. The sandbox keeps the time and allows none.
+    plain = getattr(prime_math.are_equal_under_sympy, "__wrapped__", None)
+    if plain is None:
+        raise RuntimeError("verl.utils.reward_score.prime_math.are_equal_under_sympy is no longer a wrapped function")
+    vars(prime_math)["are_equal_under_sympy"] = plain
+    only_expressions(grader.__name__)
+    return float(default_compute_score(data_source, answer, reference))
+
+
+def program(source: str, given: Any, function: str | None = None) -> Any:
+    """Run a program, or call a function of it. It learns nothing but its input, so the caller judges what comes out.
+
+    Args:
+        source: of Python.
+        given: its standard input; with `function` its arguments.
+        function: a name of the program, or a method of its class ``Solution``.
+
+    Returns:
+        What it has printed; with `function` what this returned.
+    """
+    names: dict[str, Any] = {"__name__": "answer" if function else "__main__"}
+    printed, typed = io.BytesIO(), "" if function else str(given)
+    sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(typed.encode())), io.TextIOWrapper(printed, write_through=True)
+    try:
+        exec(compile(source, "<answer>", "exec"), names)
+    except SystemExit as end:
+        if function or end.code not in (None, 0):
+            raise
+    if function:
+        found = names[function] if function in names else getattr(names["Solution"](), function)
+        return found(*given)
+    return printed.getvalue().decode()
 
 
 @functools.cache

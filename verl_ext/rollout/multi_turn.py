@@ -138,7 +138,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
     ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see
     `verl_ext.rollout.plain_text`), and ``judge_<reason>``: answers that are wrong because they kept their judgement
-    from an end (`verl_ext.rewards.judge`).
+    from an end (`verl_ext.rewards.judge`). ``sandbox_calls`` and ``sandbox_seconds`` say what judging has cost.
 
     Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
     ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
@@ -256,6 +256,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             "valid_share": sum(valid) / len(valid),
             "overlong": float(stop_reason == STOP_OVERLONG),
             **{f"judge_{reason}": float(unjudged.count(reason)) for reason in REASONS},
+            "sandbox_calls": float(sum(verdict.cost[0] for verdict in verdicts if verdict is not None)),
+            "sandbox_seconds": sum(verdict.cost[1] for verdict in verdicts if verdict is not None),
             "control_tokens_split": float(self.plain.split),
         }
         scores = [0.0 if verdict is None else verdict.score for verdict in verdicts]

@@ -76,6 +76,7 @@ class Verdict:
         parsed: the answer as read from the text; None if it could not be read.
         feedback: one line for the model's next turn.
         reason: why a parsed answer is wrong without a verdict, one of `verl_ext.rewards.judge.REASONS`; else empty.
+        cost: calls of the sandbox that it took, and the seconds that their processes have lived.
     """
 
     score: float
@@ -83,6 +84,7 @@ class Verdict:
     parsed: str | None
     feedback: str
     reason: str = ""
+    cost: tuple[int, float] = (0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -186,16 +188,17 @@ class ReasoningGymTask:
         return {"timeout_s": timeout_s, "warm": (f"{_CAGED}:load_dataset", self.dataset, self.config_json)}
 
     def _verdict(self, parsed: str, given: Judgement) -> Verdict:
+        cost = given.calls, given.seconds
         if given.reason:
-            return Verdict(0.0, False, parsed, WRONG, given.reason)
+            return Verdict(0.0, False, parsed, WRONG, given.reason, cost)
         score = given.value
         if not isinstance(score, int | float) or not 0.0 <= score <= 1.0:  # also false for NaN
             raise ValueError(
                 f"the verifier of {self.dataset} scored {parsed!r} as {score!r:.80}; expected a number in [0, 1]"
             )
         if score >= self.success_threshold:
-            return Verdict(score, True, parsed, RIGHT)
+            return Verdict(score, True, parsed, RIGHT, "", cost)
         truth, value = _as_number(str(self.entry["answer"])), _as_number(parsed)
         if truth is None or value is None or value == truth:
-            return Verdict(score, False, parsed, WRONG)
-        return Verdict(score, False, parsed, TOO_LOW if value < truth else TOO_HIGH)
+            return Verdict(score, False, parsed, WRONG, "", cost)
+        return Verdict(score, False, parsed, TOO_LOW if value < truth else TOO_HIGH, "", cost)

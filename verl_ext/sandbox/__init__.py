@@ -6,16 +6,28 @@
 """
 
 from verl_ext.sandbox.cage import LEVELS, CageError, Limits
-from verl_ext.sandbox.pool import CAGE_VARIABLE, CONFIG_KEY, Sandbox, SandboxError, check, machine, shared
+from verl_ext.sandbox.pool import (
+    CONFIG_KEY,
+    SETTINGS_VARIABLE,
+    Call,
+    Sandbox,
+    SandboxError,
+    SandboxOptions,
+    check,
+    machine,
+    shared,
+)
 
 __all__ = [
-    "CAGE_VARIABLE",
     "CONFIG_KEY",
     "LEVELS",
+    "SETTINGS_VARIABLE",
     "CageError",
+    "Call",
     "Limits",
     "Sandbox",
     "SandboxError",
+    "SandboxOptions",
     "check",
     "machine",
     "shared",

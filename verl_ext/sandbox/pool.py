@@ -34,8 +34,8 @@ from verl_ext.sandbox.zygote import pack, unpack
 logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "verl_ext.sandbox.cage"
-CAGE_VARIABLE = "VERL_EXT_SANDBOX_CAGE"
-"""Carries the key's value from the launcher to the processes of a run."""
+SETTINGS_VARIABLE = "VERL_EXT_SANDBOX"
+"""Carries `SandboxOptions` as JSON from the launcher to the processes of a run."""
 START_LIMIT_S = 120.0
 """Seconds in which a zygote must be ready."""
 SILENCE_S = 60.0
@@ -74,10 +74,32 @@ class SandboxError(RuntimeError):
         return SandboxError, (self.reason, self.text)
 
 
+@dataclasses.dataclass(frozen=True)
+class SandboxOptions(Limits):
+    """``verl_ext.sandbox.*``: the `Limits` of every call, and ``cage``, one of `LEVELS`."""
+
+    cage: str = "required"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cage not in LEVELS:
+            raise ValueError(f"cage is {self.cage!r}; choose one of {', '.join(LEVELS)}")
+
+
+class Call(concurrent.futures.Future[Any]):
+    """A call that has been given in.
+
+    Attributes:
+        seconds: on the clock, that its process has lived; 0.0 where it had none.
+    """
+
+    seconds = 0.0
+
+
 @dataclasses.dataclass
 class _Job:
     message: dict[str, Any]
-    future: concurrent.futures.Future[Any]
+    future: Call
     tries: int = 0
 
 
@@ -97,7 +119,8 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, cage: str = "auto", *, modules: Sequence[str] = ()) -> None:
         limits = limits or Limits()
         workers = limits.workers or max(8, 2 * (os.cpu_count() or 1))
-        self.limits = dataclasses.replace(limits, workers=workers)
+        fields = {field.name: getattr(limits, field.name) for field in dataclasses.fields(Limits)}
+        self.limits = Limits(**{**fields, "workers": workers})
         self.cage, self.modules = cage, list(modules)
         self.layers = check(cage)
         self._owner = -1
@@ -141,9 +164,7 @@ class Sandbox:
         """The same for callers without an event loop: blocks this thread until there is a value."""
         return self.submit(target, *arguments, timeout_s=timeout_s, warm=warm).result()
 
-    def submit(
-        self, target: str, *arguments: Any, timeout_s: float, warm: Sequence[Any] = ()
-    ) -> concurrent.futures.Future[Any]:
+    def submit(self, target: str, *arguments: Any, timeout_s: float, warm: Sequence[Any] = ()) -> Call:
         """The same, as a future; arguments and exceptions as for :meth:`call`."""
         if not 0 < timeout_s < 1e6:
             raise ValueError(f"timeout_s={timeout_s}: expected seconds greater than 0")
@@ -153,7 +174,7 @@ class Sandbox:
             raise SandboxError("refused", f"arguments of {target} that are no JSON: {error}") from error
         if len(text) > self.limits.input_kb << 10:
             raise SandboxError("refused", f"{len(text)} bytes of arguments, more than {self.limits.input_kb} KiB")
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future = Call()
         if self._owner != os.getpid():
             self._reset()
         with self._lock:
@@ -282,6 +303,7 @@ class Sandbox:
         if job is None:  # cancelled meanwhile
             return
         reason, text = message["reason"], message["text"]
+        job.future.seconds = message["seconds"]
         if not reason:
             try:
                 return _settle(job.future, json.loads(text, parse_constant=_no_constant))
@@ -410,14 +432,15 @@ def check(cage: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _shared(cage: str) -> Sandbox:
-    return Sandbox(cage=cage)
+def _shared(settings: str) -> Sandbox:
+    options = SandboxOptions(**json.loads(settings))
+    return Sandbox(options, options.cage)
 
 
 def shared() -> Sandbox:
-    """The sandbox of this process, with the cage that the run's configuration names and the default limits.
+    """The sandbox of this process, as the run's configuration has it.
 
     Raises:
         ValueError, CageError: as for `Sandbox`.
     """
-    return _shared(os.environ.get(CAGE_VARIABLE) or "required")
+    return _shared(os.environ.get(SETTINGS_VARIABLE) or "{}")

@@ -24,6 +24,7 @@ from verl_ext.integration.parts import (
     nodes,
     pruning,
     rejection,
+    rewards,
     rollouts,
     rows,
     transcripts,
@@ -38,6 +39,7 @@ PARTS: tuple[type[Part], ...] = (
     metrics_file.MetricsFile,
     nodes.Nodes,
     agent_loops.AgentLoops,
+    rewards.Rewards,
     missing.Missing,
     updates.Updates,  # may put the rows in another order
     columns.Columns,  # row fields in the order of the rows, for all that follow

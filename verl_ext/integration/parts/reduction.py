@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 COUNTS = ("count", "rows", "trajectories", "missing_trajectories", "failed_trajectories", "padding_rows")
 """Last parts of names that count something of a batch, which a step has as many of as its batches together."""
 
-USERS_NAMES = {"rollout/failures/": "sum", "trajectory/": "mean"}
+USERS_NAMES = {"rollout/failures/": "sum", "sandbox/": "sum", "trajectory/": "mean"}
 """Beginnings of names that end in a name that an agent loop chose, and how they are reduced."""
 
 OURS = ("trajectory/turns/", "trajectory/reward/")

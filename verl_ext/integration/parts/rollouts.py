@@ -34,8 +34,9 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
             and ``stop_reason`` (str) are read where they are present.
 
     Returns:
-        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info``; and, if the loops report failures at all,
-        ``rollout/failed_trajectories`` and ``rollout/failures/<reason>`` (counts).
+        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info``, but ``sandbox/<name>`` (sum) for a
+        ``sandbox_<name>``; and, if the loops report failures at all, ``rollout/failed_trajectories`` and
+        ``rollout/failures/<reason>`` (counts).
     """
     turns = columns["turn_index"]
     last: dict[str, int] = {}
@@ -55,6 +56,9 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
             if fields["failure"]:
                 failures[fields["failure"]] += 1
     out = {f"trajectory/{name}": float(np.mean(values)) for name, values in numbers.items()}
+    for name in [name for name in numbers if name.startswith("sandbox_")]:
+        del out[f"trajectory/{name}"]
+        out[name.replace("_", "/", 1)] = float(sum(numbers[name]))
     if reported:
         out["rollout/failed_trajectories"] = float(sum(failures.values()))
         out.update({f"rollout/failures/{reason}": float(count) for reason, count in failures.items()})

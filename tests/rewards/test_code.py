@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as answers: judged by their output, outside of the process that runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_ext.rewards.code import FIRST, compute_score
+
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}
+ADD = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}
+
+
+def score(source: str, tests: Any = SUMS, **kwargs: Any) -> dict[str, float]:
+    return compute_score("apps", source, tests, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("print(sum(map(int, input().split())))", 1.0),
+        (
+            "Here:\n```python\nimport sys\nsys.stdout.write('%.1f' % sum(map(float, sys.stdin.read().split())))\n```",
+            1.0,
+        ),
+        ("import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))\nsys.exit()", 1.0),
+        ("print(3)", 0.5),
+        ("print(3, 7)", 0.0),
+        ("nan", 0.0),
+    ],
+)
+def test_what_it_prints_is_compared(source: str, expected: float) -> None:
+    found = score(source, json.dumps(SUMS))
+    assert found["score"] == expected and found["acc"] == float(expected == 1.0)
+    assert found["sandbox_calls"] == 2.0 and found["sandbox_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def add(a, b):\n    return a + b", 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", 1.0),
+        ("def add(a, b):\n    return object()", 0.0),
+        ("add = 3", 0.0),
+    ],
+)
+def test_what_a_function_returns_is_compared(source: str, expected: float) -> None:
+    assert score(source, ADD)["score"] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("while True: pass", "timeout"),
+        ("x = bytearray(1 << 40)", "memory"),
+        ("import os; os._exit(0)", "crashed"),
+        ("print('x' * (1 << 20))", "output"),
+        ("raise SystemExit(1)", "error"),
+        ("open('{file}', 'w')", "error"),
+        ("import os; os.system('touch {file}')", "error"),
+        ("import ctypes; ctypes.string_at(0)", "crashed"),
+    ],
+)
+def test_what_it_does_to_its_process_is_wrong_and_counted(source: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    found = score(source.replace("{file}", str(file)), timeout_s=0.3)
+    assert found["score"] == 0.0 and not file.exists()
+    # os.system raises nothing: the shell is not started, and nothing is printed.
+    assert found[f"judge_{reason}"] == (0.0 if "os.system" in source else 2.0), found
+
+
+LOOK = """
+import gc, sys
+seen, frame = repr(sys.argv) + repr(gc.get_objects()), sys._getframe()
+while frame:
+    seen, frame = seen + repr(frame.f_locals), frame.f_back
+print("drowssap" [::-1] if "drowssap" [::-1] in seen else "not found")
+"""
+
+
+def test_it_cannot_find_what_is_expected() -> None:
+    """The expected output is in no frame, object or argument of the program's process."""
+    assert score(LOOK, {"inputs": [""], "outputs": ["not found"]})["score"] == 1.0
+    assert score(LOOK, {"inputs": [""], "outputs": ["password"]})["score"] == 0.0
+
+
+def test_the_first_tests_decide_whether_the_others_run() -> None:
+    tests = {"inputs": [str(i) for i in range(FIRST + 5)], "outputs": [str(i) for i in range(FIRST + 5)]}
+    wrong = score("n = int(input())\nprint(n if n != 3 else 0)", tests)
+    assert wrong["score"] == 0.9 and wrong["sandbox_calls"] == FIRST
+    late = score("n = int(input())\nprint(min(n, 13))", tests)
+    assert late["score"] == pytest.approx(14 / 15) and late["acc"] == 0.0
+    assert score("print(input())", tests)["acc"] == 1.0
+
+
+@pytest.mark.parametrize("truth", ["", "no JSON", {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}])
+def test_rows_without_tests_are_named(truth: Any) -> None:
+    with pytest.raises(ValueError, match="the ground truth of a program is"):
+        score("print(1)", truth)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"reward_kwargs\.timeout is not an option.*timeout_s"):
+        score("print(1)", timeout=1)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's rewards by data source: the same scores, and nothing of an answer runs in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.utils.reward_score import default_compute_score
+
+from verl_ext.integration.parts.rewards import Rewards
+from verl_ext.rewards.default import COMPARED, compute_score
+from verl_ext.rewards.judge import JudgeError
+
+PRIME = "numina_olympiads"
+
+
+@pytest.mark.parametrize("source", [*COMPARED, "aime2024"])
+def test_what_compares_texts_is_verls_own(source: str) -> None:
+    for answer in (r"so \boxed{42}", "#### 42", "Answer: 42", "none"):
+        assert compute_score(source, answer, "42") == default_compute_score(source, answer, "42")
+
+
+def test_what_evaluates_gives_the_same_score_in_the_sandbox() -> None:
+    answers = [(r"\boxed{42}", "42"), (r"\boxed{(x+1)^2}", "x^2+2*x+1"), (r"\boxed{\frac{2}{4}}", "0.7"), ("no", "4")]
+    for answer, truth in answers:
+        found = compute_score(PRIME, answer, truth, timeout_s=60.0)
+        assert isinstance(found, dict) and found["sandbox_calls"] == 1.0 and found["sandbox_seconds"] > 0
+        assert found["score"] == found["acc"] == default_compute_score(PRIME, answer, truth), answer
+
+
+def test_nothing_of_an_answer_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """verl's grader hands what it finds to `eval` if there is a pi in it, and to sympy's parser else."""
+    file = tmp_path_factory.mktemp("made") / "made"
+    assert "_" not in str(file)  # which the grader takes for the base of a number
+    touch = f"open('{file}','w')"
+    answers = [rf"\boxed{{[{touch},3\pi]}}", rf"\boxed{{{touch}}}"]
+    for answer in answers:
+        found = compute_score(PRIME, answer, "3", timeout_s=60.0)
+        assert isinstance(found, dict) and found["score"] == 0.0
+        assert not file.exists(), answer
+    default_compute_score(PRIME, answers[0], "3")
+    assert file.exists()  # what the loop above would look like if nothing held the answers
+
+
+def test_programs_are_judged_by_their_output() -> None:
+    tests = json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]})
+    found = compute_score("taco", "print(int(input()) ** 2)", tests)
+    assert isinstance(found, dict) and found["score"] == found["acc"] == 1.0
+
+
+def test_a_source_that_verl_does_not_know_is_named() -> None:
+    with pytest.raises(JudgeError, match="Reward function is not implemented for data_source='mine'"):
+        compute_score("mine", "x", "y", timeout_s=60.0)
+
+
+def config(**keys: Any) -> Any:
+    return OmegaConf.create({"reward": {"custom_reward_function": {"path": None, "name": "compute_score"}, **keys}})
+
+
+def test_a_run_without_a_reward_function_gets_it() -> None:
+    run = config()
+    Rewards.complete(run)
+    Rewards.complete(run)
+    assert get_custom_reward_fn(run)("openai/gsm8k", "#### 3", "3") == 1.0
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"custom_reward_function": {"path": "mine.py", "name": "mine"}},
+        {"sandbox_fusion": {"url": "http://127.0.0.1:1"}},
+        {"reward_model": {"enable": True}},
+    ],
+)
+def test_a_run_that_judges_in_another_way_is_left_alone(keys: dict[str, Any]) -> None:
+    run = config(**keys)
+    before = OmegaConf.to_container(run)
+    Rewards.complete(run)
+    assert OmegaConf.to_container(run) == before

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs: do they give what the tests expect, each test run in the sandbox and compared outside of it.
+
+A program is told its input and nothing else, so there is no verdict for it to write and no expected output to find.
+The tests are verl's for ``apps``, ``taco``, ``codecontests`` and ``codeforces``: a JSON object ``{"inputs": [...],
+"outputs": [...]}``, texts for standard input and output, or with ``fn_name`` the arguments of that function (JSON, one
+a line) and its value.
+
+As a tool of an agent::
+
+    @function_tool("python")
+    async def python(code: str) -> str:
+        return await shared().call("verl_ext.rewards.caged:program", code, "", timeout_s=5.0)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from verl_ext.rewards.arguments import refuse_unknown
+from verl_ext.rewards.judge import REASONS, given
+from verl_ext.sandbox import shared
+
+FIRST = 10
+"""So many tests are run first, the others if these pass; as in verl, a wrong program is scored by these."""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    timeout_s: float = 10.0,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Run a program on its tests.
+
+    Args:
+        data_source: of the row; not used.
+        solution_str: the answer; its last ```` ```python ```` block, or the whole of it.
+        ground_truth: the tests, an object or its JSON.
+        extra_info: of the row; not used.
+        timeout_s: seconds of processor time for a test.
+        **kwargs: what verl adds in runs with a reward model.
+
+    Returns:
+        ``score``: the share of the tests that pass, ``acc``: 1.0 if all do; ``judge_<reason>``: how many ended without
+        output, by :data:`verl_ext.rewards.judge.REASONS`; ``sandbox_calls`` and ``sandbox_seconds``.
+
+    Raises:
+        TypeError: unknown option.
+        ValueError: the ground truth holds no tests.
+        JudgeError, CageError: programs cannot be run here.
+    """
+    refuse_unknown(kwargs, ("timeout_s",))
+    tests, function = _tests(ground_truth)
+    source = solution_str.split("```python")[-1].split("```")[0]
+    numbers = dict.fromkeys([*(f"judge_{reason}" for reason in REASONS), "sandbox_calls", "sandbox_seconds"], 0.0)
+    passed = tried = 0
+    for some in (tests[:FIRST], tests[FIRST:]):
+        if passed < tried:
+            break
+        calls = [
+            shared().submit("verl_ext.rewards.caged:program", source, case, function, timeout_s=timeout_s)
+            for case, _ in some
+        ]
+        for call, (_, expected) in zip(calls, some, strict=True):
+            run = given("the program", [call])
+            for name, value in run.counts().items():
+                numbers[name] += value
+            passed += not run.reason and _same(run.value, expected, function)
+            tried += 1
+    return {"score": passed / tried, "acc": float(passed == len(tests)), **numbers}
+
+
+def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
+    """Pairs of input and expected output, and the name of the function that takes the input."""
+    try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        function = truth.get("fn_name")
+        inputs, outputs = list(truth["inputs"]), list(truth["outputs"])
+        if function:
+            inputs = [[json.loads(x) for x in one.split("\n")] if isinstance(one, str) else list(one) for one in inputs]
+            outputs = [json.loads(one) if isinstance(one, str) else one for one in outputs]
+        else:
+            inputs, outputs = (
+                ["\n".join(map(str, one)) if isinstance(one, list | tuple) else str(one) for one in some]
+                for some in (inputs, outputs)
+            )
+        if not inputs or len(inputs) != len(outputs):
+            raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            'the ground truth of a program is {"inputs": [...], "outputs": [...]} with as many of each; '
+            f"this one is not ({type(error).__name__}: {error}): {ground_truth!r:.200}"
+        ) from error
+    return list(zip(inputs, outputs, strict=True)), function
+
+
+def _same(found: Any, expected: Any, function: str | None) -> bool:
+    """Whether an output is the expected one: for texts word by word, numbers among them by value."""
+    if function:
+        # Datasets also have a value as a list of one.
+        return found == expected or [found] == expected
+    words, wanted = str(found).split(), str(expected).split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    try:
+        return word == wanted or math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.integration import checks, launch
 from verl_ext.integration.options import OptionError
+from verl_ext.sandbox import SandboxOptions
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +144,24 @@ def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.
     )
     launch.prepare(cfg)
     variables = OmegaConf.to_container(cfg.ray_kwargs.ray_init.runtime_env.env_vars)
+    assert json.loads(variables.pop("VERL_EXT_SANDBOX"))["cage"] == "required"
     assert variables == {"MINE": "a", "VERL_EXT_STRICT": "0", "VERL_USE_EXTERNAL_MODULES": "mine,verl_ext.plugin"}
+
+
+def test_the_sandbox_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", "verl_ext.sandbox.cage=auto"))
+    assert "verl_ext sandbox: auto: rlimits, seccomp, Landlock" in capsys.readouterr().out
+    for wrong, message in (
+        ("verl_ext.sandbox.cage=strict", "sandbox.cage is 'strict'"),
+        ("+verl_ext.sandbox.cgae=auto", "sandbox.cgae is not an option"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", wrong))
+
+
+def test_the_sandbox_has_the_defaults_of_its_recipes() -> None:
+    recipe = OmegaConf.to_container(config("+recipe=trloo").verl_ext.sandbox)
+    assert recipe == dataclasses.asdict(SandboxOptions())
 
 
 def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ def test_stops_when_right(tokenizer: Any, texts: list[str], rewards: list[float]
         "valid_share": 1.0,
         "overlong": 0.0,
         **{f"judge_{reason}": 0.0 for reason in ("timeout", "memory", "crashed", "output", "error")},
+        **{f"sandbox_{cost}": 0.0 for cost in ("calls", "seconds")},  # this verifier only compares
         "control_tokens_split": 0.0,
     }
     assert all(type(value) is float for value in info.values())
@@ -226,6 +227,7 @@ def test_answer_that_keeps_the_verifier_busy_is_wrong(tokenizer: Any) -> None:
     assert fields(rows, "is_action_valid") == [True, True]
     info = rows[-1].extra_fields["reward_extra_info"]
     assert info["judge_timeout"] == 1.0 and info["judge_error"] == 0.0
+    assert info["sandbox_calls"] >= 1.0 and info["sandbox_seconds"] > 0
 
 
 def test_engine_that_returns_nothing(tokenizer: Any) -> None:

@@ -26,7 +26,6 @@ from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
 from verl_ext.rollout.orchestra.settings import AgentSettings, OrchestraSettings
 from verl_ext.rollout.threads import ThreadOptions
-from verl_ext.sandbox.pool import CONFIG_KEY, LEVELS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -38,8 +37,6 @@ DATACLASSES: dict[str, type] = {
     "verl_ext.threads": ThreadOptions,
     "actor_rollout_ref.rollout.engine_kwargs.embedded": EmbeddedOptions,
 }
-#: Keys of neither kind.
-OTHERS = [(CONFIG_KEY, "auto", f"what keeps code of models in, one of {', '.join(LEVELS)}; see sandbox.md.")]
 HEAD = """# Keys
 
 Made by `python docs/build.py` from the recipes and from the dataclasses that read the keys; a test holds it to them. A
@@ -112,7 +109,6 @@ def keys() -> str:
             lines += table(recipe_rows(recipe.path))
     for where, cls in DATACLASSES.items():
         lines += [f"## `{where}`", "", *table(dataclass_rows(where, cls))]
-    lines += ["## Others", "", *table(OTHERS)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -19,6 +19,7 @@ from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
 from verl_ext.integration.imitation import ImitationMixin
+from verl_ext.integration.micro_batch import ONE_PASS
 from verl_ext.integration.parts.pruning import Pruning
 from verl_ext.integration.update_step import UpdateStepMixin
 from verl_ext.integration.wraps import STRICT
@@ -354,9 +355,9 @@ def test_engine_is_told_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STRICT, "1")
     config = OmegaConf.create({"dvp": {"rho": 0.01, "prune_reference": False}})
     pruning = Pruning(config)
-    assert pruning.info("old") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: True}
-    assert pruning.info("update") == {engine.ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: False}
-    assert pruning.info("reference") == {engine.ONE_PASS: "auto", engine.RHO: 0.0, engine.SET_COLUMNS: False}
+    assert pruning.info("old") == {ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: True}
+    assert pruning.info("update") == {ONE_PASS: "auto", engine.RHO: 0.01, engine.SET_COLUMNS: False}
+    assert pruning.info("reference") == {ONE_PASS: "auto", engine.RHO: 0.0, engine.SET_COLUMNS: False}
     assert Pruning(OmegaConf.create({"verl_ext": {"one_pass": False}})).info("old") == {}
 
 

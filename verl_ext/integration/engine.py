@@ -23,9 +23,9 @@ import torch
 from verl_ext.integration import verl_api, wraps
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.imitation import ImitationMixin
+from verl_ext.integration.micro_batch import ONE_PASS, full, positions, response_positions, said
 from verl_ext.integration.update_step import UpdateStepMixin
 
-ONE_PASS = "verl_ext_one_pass"
 RHO = "verl_ext_rho"
 SET_COLUMNS = "verl_ext_set_columns"
 
@@ -64,12 +64,12 @@ class OnePassMixin:
         Raises:
             RuntimeError: pruning is asked for on a path that forms no full logits.
         """
-        one_pass, rho = _get(micro_batch, ONE_PASS, "off"), float(_get(micro_batch, RHO, 0.0))
+        one_pass, rho = said(micro_batch, ONE_PASS, "off"), float(said(micro_batch, RHO, 0.0))
         why_not = _unsupported(output, micro_batch)
         if rho > 0 and why_not:
             raise RuntimeError(f"dvp.rho={rho:g} cannot prune here: {why_not}")
         if rho <= 0 and (why_not or not _wanted(one_pass, output)):
-            squares = not why_not and bool(_get(micro_batch, "calculate_sum_pi_squared", False))
+            squares = not why_not and bool(said(micro_batch, "calculate_sum_pi_squared", False))
             with wraps.must_be_called(wraps.SUM_PI_SQUARED, squares):
                 return super().prepare_model_outputs(  # type: ignore[misc]
                     output=output,
@@ -77,10 +77,10 @@ class OnePassMixin:
                     micro_batch=micro_batch,
                     logits_processor_func=logits_processor_func,
                 )
-        rmpad = _get(micro_batch, "use_remove_padding", True)
+        rmpad = said(micro_batch, "use_remove_padding", True)
         wanted = {
-            "entropy": bool(_get(micro_batch, "calculate_entropy", False)),
-            "sum_pi_squared": bool(_get(micro_batch, "calculate_sum_pi_squared", False)),
+            "entropy": bool(said(micro_batch, "calculate_entropy", False)),
+            "sum_pi_squared": bool(said(micro_batch, "calculate_sum_pi_squared", False)),
         }
         compute = self._packed if rmpad else self._padded
         flat = compute(output.logits, output_args, micro_batch, rho=rho, **wanted)
@@ -88,21 +88,21 @@ class OnePassMixin:
         if rho > 0 and logits_processor_func is not None:
             self._mask_out_of_set(micro_batch, flat[IN_SET])
         columns = ["log_probs", *(name for name, on in wanted.items() if on)]
-        if rho > 0 and _get(micro_batch, SET_COLUMNS, False):
+        if rho > 0 and said(micro_batch, SET_COLUMNS, False):
             columns += [IN_SET, KEPT_MASS, SET_SIZE]
         return {name: torch.nested.nested_tensor_from_jagged(flat[name], offsets) for name in columns}
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, with the share of tokens that pruning kept out of the loss among the metrics."""
         self._out_of_set = None
-        if loss_function is not None and float(_get(micro_batch, RHO, 0.0)) > 0:
+        if loss_function is not None and float(said(micro_batch, RHO, 0.0)) > 0:
             loss_function = _unless_empty(loss_function)
         loss, result = super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         if self._out_of_set is not None:
             from verl.utils.metric import AggregationType, Metric
 
-            share = self._out_of_set / max(float(_get(micro_batch, "batch_num_tokens", 1)), 1.0)
-            share = share * float(_get(micro_batch, "dp_size", 1))  # verl sums over micro-batches, averages over ranks
+            share = self._out_of_set / max(float(said(micro_batch, "batch_num_tokens", 1)), 1.0)
+            share = share * float(said(micro_batch, "dp_size", 1))  # verl sums over micro-batches, averages over ranks
             result["metrics"][OUT_OF_SET_METRIC] = Metric(value=share, aggregation=AggregationType.SUM)
             self._out_of_set = None
         return loss, result
@@ -111,10 +111,10 @@ class OnePassMixin:
         """Rows packed into one sequence; with Ulysses this rank's slice of it."""
         from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
-        logits = _full(logits).squeeze(0)  # [tokens / sp, V]
+        logits = full(logits).squeeze(0)  # [tokens / sp, V]
         labels = args["input_ids_rmpad_rolled"]
         temperature = _temperature(micro_batch, args.get("temperature_rmpad"))
-        chosen = _response_positions(micro_batch)
+        chosen = response_positions(micro_batch)
         if chosen is not None:
             sharded = getattr(self, "use_ulysses_sp", False)
             parts = get_ulysses_sequence_parallel_world_size() if sharded else 1
@@ -133,7 +133,7 @@ class OnePassMixin:
 
     def _padded(self, logits: Any, args: Any, micro_batch: Any, **wanted: Any) -> dict[str, torch.Tensor]:
         """Rows padded to the longest one, [B, S, V]; read in place, without narrowing or concatenating them."""
-        logits = _full(logits)
+        logits = full(logits)
         lengths = micro_batch["input_ids"].offsets().diff()
         present = torch.arange(logits.shape[1], device=logits.device) < lengths[:, None]
         labels = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
@@ -141,7 +141,7 @@ class OnePassMixin:
         temperature = _temperature(micro_batch, args.get("temperature"))
         if isinstance(temperature, torch.Tensor):
             temperature = temperature[:, None].expand(labels.shape)
-        chosen = _response_positions(micro_batch)
+        chosen = response_positions(micro_batch)
         if chosen is None:
             return _statistics(logits, labels, temperature, present, into=None, **wanted)
         select = torch.zeros_like(present)
@@ -161,7 +161,7 @@ class OnePassMixin:
                 "dvp needs the rows of verl's V1 trainer; response_mask is a padded tensor. Set trainer.use_v1=true."
             )
         before, lengths = mask.values(), mask.offsets().diff()
-        kept = before * in_set[_positions(micro_batch["input_ids"].offsets(), lengths)].to(before.dtype)
+        kept = before * in_set[positions(micro_batch["input_ids"].offsets(), lengths)].to(before.dtype)
         micro_batch["response_mask"] = torch.nested.nested_tensor_from_jagged(
             # Without the length of the longest row, padding would make rows as long as all of them together.
             kept,
@@ -183,21 +183,15 @@ def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def _get(micro_batch: Any, key: str, default: Any) -> Any:
-    from verl.utils import tensordict_utils as tu
-
-    return tu.get_non_tensor_data(data=micro_batch, key=key, default=default)
-
-
 def _unsupported(output: Any, micro_batch: Any) -> str | None:
     """Why this batch is not for the pass, with what to set; None if it is."""
     from verl.utils.dataset.dataset_utils import DatasetPadMode
 
-    if _get(micro_batch, "use_fused_kernels", False):
+    if said(micro_batch, "use_fused_kernels", False):
         return "fused kernels never form the logits. Set actor_rollout_ref.model.use_fused_kernels=false."
-    if _get(micro_batch, "distillation_use_topk", False) or _get(micro_batch, "distillation_only", False):
+    if said(micro_batch, "distillation_use_topk", False) or said(micro_batch, "distillation_only", False):
         return "distillation reads the whole vocabulary. Set distillation.enabled=false."
-    if _get(micro_batch, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
+    if said(micro_batch, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
         return "the rows are padded by the data set; verl's V1 trainer does not pad them. Set trainer.use_v1=true."
     if getattr(output, "logits", None) is None:
         return "the model returned no logits. Use a causal language model of transformers without fused outputs."
@@ -208,11 +202,6 @@ def _wanted(one_pass: str, output: Any) -> bool:
     return one_pass == "on" or (one_pass == "auto" and output.logits.device.type in MEASURED_FASTER)
 
 
-def _full(logits: Any) -> torch.Tensor:
-    """Logits sharded over the vocabulary by tensor parallelism are gathered, as verl does."""
-    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-
-
 def _temperature(micro_batch: Any, of_tokens: torch.Tensor | None) -> Any:
     """One number for all rows, or verl's tensor for a temperature per row."""
     given = micro_batch["temperature"]
@@ -220,27 +209,6 @@ def _temperature(micro_batch: Any, of_tokens: torch.Tensor | None) -> Any:
         return max(float(given), 1e-8)
     assert of_tokens is not None
     return of_tokens.clamp(min=1e-8)
-
-
-def _positions(offsets: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
-    """[tokens] bool: the positions whose output belongs to a response token (the one before it)."""
-    ends = offsets[1:] - 1
-    lengths = offsets.diff()
-    place = torch.arange(int(offsets[-1]), device=offsets.device)
-    end = torch.repeat_interleave(ends, lengths)
-    return (place < end) & (place >= end - torch.repeat_interleave(response_lengths.to(offsets.device), lengths))
-
-
-def _response_positions(micro_batch: Any) -> torch.Tensor | None:
-    """[tokens] bool, or None (all) where the batch does not say which tokens are the response."""
-    prompts, responses = micro_batch.get("prompts", None), micro_batch.get("responses", None)
-    if not all(isinstance(part, torch.Tensor) and part.is_nested for part in (prompts, responses)):
-        return None
-    offsets = micro_batch["input_ids"].offsets()
-    prompt, response = (part.offsets().diff().to(offsets.device) for part in (prompts, responses))
-    if bool((prompt + response != offsets.diff()).any()) or bool((prompt == 0).any()):
-        return None
-    return _positions(offsets, response)
 
 
 def _statistics(

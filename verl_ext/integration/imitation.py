@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration.micro_batch import ONE_PASS, full, response_positions, said
 from verl_ext.methods.hybrid_imitation import teacher_kl
 
 TOP_K = "verl_ext_teacher_topk"
@@ -72,9 +73,7 @@ class ImitationMixin:
         """
         from verl.utils import tensordict_utils as tu
 
-        from verl_ext.integration.engine import ONE_PASS, _get
-
-        top_k, direction = int(_get(micro_batch, TOP_K, 0)), _get(micro_batch, DIRECTION, "")
+        top_k, direction = int(said(micro_batch, TOP_K, 0)), said(micro_batch, DIRECTION, "")
         if direction:
             # Not verl's ways to the log-probabilities: one overwrites the logits, one makes a loss of the teacher.
             tu.assign_non_tensor(micro_batch, distillation_use_topk=False, **{ONE_PASS: "on"})
@@ -92,17 +91,13 @@ class ImitationMixin:
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """verl's own; the policy loss finds the divergence."""
-        from verl_ext.integration.engine import _get
-
-        if loss_function is not None and _get(micro_batch, DIRECTION, ""):
+        if loss_function is not None and said(micro_batch, DIRECTION, ""):
             loss_function = _imitating(loss_function)
         return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
 
     def _divergence(self, at: Positions, log_probs: torch.Tensor, direction: str) -> dict[str, torch.Tensor]:
-        from verl_ext.integration.engine import _get
-
         micro_batch = at.micro_batch
-        if _get(micro_batch, FULL, False):
+        if said(micro_batch, FULL, False):
             student, teacher = at.logits(), _reference_logits(micro_batch)
             mass = torch.ones(len(at.rows), device=student.device)
             return at.spread(teacher_kl(student, teacher, direction), mass, mass)
@@ -130,21 +125,19 @@ class Positions:
     """
 
     def __init__(self, output: Any, micro_batch: Any) -> None:
-        from verl_ext.integration import engine
-
         if getattr(output, "logits", None) is None:
             raise RuntimeError("hybrid_imitation needs logits. Set actor_rollout_ref.model.use_fused_kernels=false.")
-        chosen = engine._response_positions(micro_batch)
+        chosen = response_positions(micro_batch)
         if chosen is None:
             raise RuntimeError("hybrid_imitation needs the rows of verl's V1 trainer. Set trainer.use_v1=true.")
         self.micro_batch, self.chosen = micro_batch, chosen
-        logits = engine._full(output.logits)
+        logits = full(output.logits)
         self.flat = logits.reshape(-1, logits.shape[-1])
         ids = micro_batch["input_ids"]
         self.offsets = ids.offsets()
         lengths = self.offsets.diff()
         place = torch.arange(len(chosen), device=chosen.device)
-        if not engine._get(micro_batch, "use_remove_padding", True):  # rows padded to the longest
+        if not said(micro_batch, "use_remove_padding", True):  # rows padded to the longest
             number = torch.arange(len(lengths), device=chosen.device)
             place = place + torch.repeat_interleave(number * logits.shape[1] - self.offsets[:-1], lengths)
         self.rows = place[chosen]

@@ -44,6 +44,29 @@ class Recorded(AgentLoopBase):
         return rows
 
 
+class Surging(AgentLoopBase):
+    """One scripted turn of 4 to 7 tokens, three times as long from the second step on."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt, session = int(kwargs["extra_info"]["index"]), int(kwargs["session_id"])
+        length = (4 + session) * (3 if kwargs["global_steps"] > 1 else 1)
+        answer = [20 + (prompt + 5 * session + 7 * place) % 60 for place in range(length)]
+        return AgentLoopOutput(
+            prompt_ids=[3 + prompt, 7, 11],
+            response_ids=answer,
+            response_mask=[1] * length,
+            response_logprobs=[-math.log(259) + (0.5 if session == 3 else 0.0)] * length,
+            reward_score=float((prompt + session) % 3),
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields={
+                "reward_extra_info": {},
+                "min_global_steps": kwargs["global_steps"],
+                "max_global_steps": kwargs["global_steps"],
+            },
+        )
+
+
 class NanReward(Recorded):
     """One reward in the second turn of one rollout is not a number."""
 

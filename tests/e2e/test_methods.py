@@ -38,6 +38,16 @@ METHODS = {
     },
     "trloo,grpo": {"mix/trloo/share": (-math.inf, math.inf), "mix/correlation/trloo-grpo": (-1, 1)},
     "dr_mas,otb": {"mix/otb/rms": (0, math.inf), "mix/tir_optimal_token_baseline/rms": (0, math.inf)},
+    "hgpo,mrs,trm,ln_trm,ser,simpletir,variance_filter,empg,kpo": {
+        **{f"rejection/{rule}/kept_share": (1, 1) for rule in ("mrs", "trm", "ln_trm", "ser", "simpletir")},
+        "rejection/variance_filter/kept_share": (0.2, 0.8),
+        "rejection/kept_share": (0.2, 0.8),
+        "rejection/mrs/statistic/p95": (0.9999, 1.0001),
+        "rejection/log_ppl_gap/mean": (-1e-4, 1e-4),
+        "rejection/skipped_updates/count": (0, 4),
+        "empg/step_entropy/max": (4, math.log(260)),
+        "actor/kpo/log_ratio_std": (0, math.inf),
+    },
     "hgpo,rloo,kpo": {"mix/hgpo/weight": (0.5, 0.5), "actor/kpo/filtered_log_ratio_std": (0, math.inf)},
 }
 
@@ -56,9 +66,15 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
     if recipe == "dr_mas,otb":
         # verl's own, beside ours: it gets its input here, and with these turns it is the same estimator.
         overrides.append("+algorithm.mix.tir_optimal_token_baseline=1.0")
+    if "variance_filter" in recipe:
+        # Half of the prompts; and nothing is void, since random text has neither code nor answer.
+        overrides += ["algorithm.variance_filter.quantile=0.5", "algorithm.simpletir.answer=''"]
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     run = standing_lab.run(
-        f"method_{recipe.replace(',', '_')}", recipe=f"[{recipe},cpu]", overrides=overrides, environment=environment
+        f"method_{recipe.replace(',', '_')[:40]}",
+        recipe=f"[{recipe},cpu]",
+        overrides=overrides,
+        environment=environment,
     ).check()
     metrics = run.metrics
     assert sorted(metrics) == [1, 2, 3]
@@ -75,6 +91,38 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
     rows = run.rows(1)
     assert {row["agent_id"] for row in rows} == {"writer", "critic"}
     assert any(row["advantage"] != 0 for row in rows)
+
+
+def test_long_responses_lower_the_learning_rate_and_rejected_ones_are_not_trained_on(standing_lab: Lab) -> None:
+    """Responses of known length and mismatch: two steps, the second three times as long."""
+    path = standing_lab.root / "surging.yaml"
+    path.write_text("- {name: surging, _target_: scripted_loops.Surging}\n")
+    overrides = [
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={path}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=surging",
+        "data.max_response_length=24",
+        "verl_ext.updates_per_batch=2",
+        "algorithm.trm.max=null",
+        "algorithm.trm.avg=0.06",  # a sampler that is 0.5 nats too sure has k3 = 0.11
+        "trainer.length_lr.warmup_steps=0",
+        "trainer.length_lr.baseline_steps=1",
+        "trainer.length_lr.trigger_ratio=2.5",
+        "trainer.length_lr.period_factor=1",
+    ]
+    environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    run = standing_lab.run(
+        "method_surging", recipe="[otb,trm,length_lr,cpu]", overrides=overrides, environment=environment
+    ).check()
+    first, second = run.metrics[1], run.metrics[2]
+    assert finite(first) and finite(second)
+    assert (first["length_lr/factor"], second["length_lr/factor"]) == (1.0, 0.5)
+    assert (first["length_lr/surge_step"], second["length_lr/surge_step"]) == (-1.0, 1.0)
+    assert first["length_lr/baseline_length"] == second["length_lr/baseline_length"] == 5.5
+    assert first["actor/lr"] == second["actor/lr"] == pytest.approx(1e-3)  # verl's own schedule goes on
+    assert first["rejection/trm/kept_share"] == 0.75 and first["rejection/trm/kept_share/length_q4"] == 0.0
+    assert first["rejection/kept_tokens_share"] == pytest.approx(15 / 22)
+    assert first["rejection/skipped_updates/count"] == 0.0 and first["updates/per_batch"] == 2
+    assert [row["kept"] for row in run.rows(1)] == [not row["traj_uid"].endswith("_3") for row in run.rows(1)]
 
 
 def test_stock_otb_asserts_where_ours_runs(tmp_path: Path) -> None:

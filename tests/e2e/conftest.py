@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -37,11 +38,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def standing_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
-    """For tests of what happens between start and end: with VERL_EXT_STANDING_RAY=1 the runs share a Ray and imports.
+    """For tests of what happens between start and end: their runs share a Ray and imports.
 
-    Off by default: in a Ray of several jobs a trainer was once ended by Ray itself ("all references to the actor were
-    removed"), half a minute after the job began.
+    With VERL_EXT_STANDING_RAY=0 they have a Ray each, to find out whether a failure comes from that.
     """
-    if os.environ.get("VERL_EXT_STANDING_RAY") != "1":
+    if os.environ.get("VERL_EXT_STANDING_RAY") == "0":
         return lab
-    return Lab(lab.model, lab.data, lab.reward, lab.root, standing=request.getfixturevalue("standing_ray"))
+    return replace(lab, standing=request.getfixturevalue("standing_ray"))

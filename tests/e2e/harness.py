@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,8 @@ def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Pa
     pandas.DataFrame(records).to_parquet(path)
     return path
 
+
+ENDED_BY_RAY = "The actor is dead because all references to the actor were removed"
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -175,8 +179,31 @@ class Lab:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
         Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray. A
-        run that outlives `timeout` seconds is killed and fails the test.
+        run that outlives `timeout` seconds is killed and fails the test. In a Ray of several jobs a trainer was once
+        ended by Ray itself; such a run is done again in a Ray of its own, with a warning.
         """
+        run = self._run(name, recipe, overrides, environment, kill_when, kill_with, timeout)
+        if self.standing is not None and run.code != 0 and ENDED_BY_RAY in run.log:
+            warnings.warn(f"{name} was ended by the Ray that stands ({ENDED_BY_RAY}); it runs again", stacklevel=2)
+            for left in ("rows", "checkpoints"):
+                shutil.rmtree(run.folder / left, ignore_errors=True)
+            for file in ("log.txt", "metrics.jsonl"):
+                if (run.folder / file).exists():
+                    (run.folder / file).rename(run.folder / f"ended_by_ray.{file}")
+            alone = replace(self, standing=None)
+            run = alone._run(name, recipe, overrides, environment, kill_when, kill_with, timeout)
+        return run
+
+    def _run(
+        self,
+        name: str,
+        recipe: str,
+        overrides: Sequence[str],
+        environment: dict[str, str] | None,
+        kill_when: Callable[[Path], bool] | None,
+        kill_with: int,
+        timeout: float,
+    ) -> Run:
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         variables = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **(environment or {})}

@@ -94,11 +94,11 @@ def advantages(run: Run) -> dict[str, float]:
     return {row["anchor_obs"]: row["advantage"] for row in run.rows(1)}
 
 
-def test_two_processes_give_the_advantages_of_one(lab: Lab) -> None:
-    loop, environment = scripted(lab, "recorded")
+def test_two_processes_give_the_advantages_of_one(standing_lab: Lab) -> None:
+    loop, environment = scripted(standing_lab, "recorded")
     common = [*loop, "trainer.total_training_steps=1", "algorithm.gamma=0.9"]
     runs = [
-        lab.run(
+        standing_lab.run(
             f"world_{size}", overrides=[*common, f"trainer.n_gpus_per_node={size}"], environment=environment
         ).check()
         for size in (1, 2)
@@ -139,21 +139,21 @@ def test_nan_reward_is_named(lab: Lab) -> None:
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 
-def test_lost_rollouts_end_the_run_with_the_first_traceback(lab: Lab) -> None:
-    loop, environment = scripted(lab, "one_raises")
-    run = lab.run("raises", overrides=loop, environment=environment)
+def test_lost_rollouts_end_the_run_with_the_first_traceback(standing_lab: Lab) -> None:
+    loop, environment = scripted(standing_lab, "one_raises")
+    run = standing_lab.run("raises", overrides=loop, environment=environment)
     assert run.code != 0 and 1 not in run.metrics
     (line,) = {line.split("MissingRollouts: ")[1] for line in run.log.splitlines() if "MissingRollouts: " in line}
     assert line.startswith("4 of 16 rollouts were lost, because their agent loop raised; verl_ext.max_missing_share=")
     assert "RuntimeError: the environment is gone" in run.log.split("MissingRollouts: ")[-1]
 
 
-def test_rollouts_that_may_be_lost_are_counted_and_count_as_failures_in_validation(lab: Lab) -> None:
+def test_rollouts_that_may_be_lost_are_counted_and_count_as_failures_in_validation(standing_lab: Lab) -> None:
     """One of four rollouts of every prompt dies; in validation verl would take the mean over the other three."""
-    loop, environment = scripted(lab, "one_raises")
+    loop, environment = scripted(standing_lab, "one_raises")
     more = ["verl_ext.max_missing_share=0.3", "trainer.val_before_train=true"]
     more += ["actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.do_sample=true"]
-    run = lab.run("raises_seldom", overrides=[*loop, *more], environment=environment).check()
+    run = standing_lab.run("raises_seldom", overrides=[*loop, *more], environment=environment).check()
     metrics = run.metrics[2]
     assert metrics["rollout/missing_trajectories"] == 4 and metrics["rollout/trajectories"] == 12
     assert metrics["trloo/turn_0/rows"] == 12 and "the environment is gone" in run.log

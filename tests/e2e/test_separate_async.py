@@ -18,8 +18,8 @@ SEPARATE = [
 ]
 
 
-def test_trainer_and_rollout_servers_apart(lab: Lab) -> None:
-    run = lab.run("separate_async", overrides=SEPARATE).check()
+def test_trainer_and_rollout_servers_apart(standing_lab: Lab) -> None:
+    run = standing_lab.run("separate_async", overrides=SEPARATE).check()
     assert sorted(run.metrics) == [1, 2]
     for step, metrics in run.metrics.items():
         assert finite(metrics) and metrics["actor/grad_norm"] > 0

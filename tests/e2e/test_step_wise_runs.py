@@ -145,7 +145,7 @@ def test_environments_that_break_do_not_break_the_run(lab: Lab) -> None:
     assert eventually(lambda: not processes(run.folder))
 
 
-def test_an_environment_of_ones_own(lab: Lab, tmp_path: Path) -> None:
+def test_an_environment_of_ones_own(standing_lab: Lab, tmp_path: Path) -> None:
     """What docs/environments.md teaches: a class in a module of one's own, named in the configuration."""
     code = readme_code("# vault.py")
     assert len(code.splitlines()) < 40
@@ -153,7 +153,7 @@ def test_an_environment_of_ones_own(lab: Lab, tmp_path: Path) -> None:
     data = tmp_path / "vault.parquet"
     command = ["--environment", "vault:Vault", "--seeds", "8", "--out", str(data)]
     subprocess.run([sys.executable, "-m", "verl_ext.rollout.environments.data", *command], check=True, timeout=120)
-    run = lab.run(
+    run = standing_lab.run(
         "step_wise_own",
         recipe="[gigpo,cpu]",
         overrides=[

@@ -23,18 +23,18 @@ def overrides(lab: Lab, **keys: Any) -> list[str]:
     ]
 
 
-def test_a_team_of_ones_own_trains_by_configuration_alone(lab: Lab) -> None:
+def test_a_team_of_ones_own_trains_by_configuration_alone(standing_lab: Lab) -> None:
     code = readme_code("# my_team/team.py")  # in the user's own file
     assert len(code.splitlines()) < 40
-    package = lab.root / "elsewhere" / "my_team"
+    package = standing_lab.root / "elsewhere" / "my_team"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "team.py").write_text(code)
-    run = lab.run(
+    run = standing_lab.run(
         "own_team",
         recipe="[dr_mas,cpu]",
         overrides=overrides(
-            lab,
+            standing_lab,
             name="write_and_criticise",
             modules="[my_team.team]",
             **{"options.rounds": 3, "agents.critic.max_tokens": 4},
@@ -64,7 +64,7 @@ def test_a_team_of_ones_own_trains_by_configuration_alone(lab: Lab) -> None:
     assert any(row["advantage"] != 0 for row in run.rows(1))
 
 
-def test_solver_and_verifier_train_through_faults(lab: Lab, tmp_path: Path) -> None:
+def test_solver_and_verifier_train_through_faults(standing_lab: Lab, tmp_path: Path) -> None:
     """The shipped team on an untrained model, with a reward function that fails now and then."""
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -75,11 +75,11 @@ def test_solver_and_verifier_train_through_faults(lab: Lab, tmp_path: Path) -> N
     )
     # The tokenizer of this model takes letters for tokens, so the role prompts are shorter here.
     roles = {"agents.solver.role": "'Solve it.'", "agents.verifier.role": "'Check it.'", "options.max_loops": 2}
-    run = lab.run(
+    run = standing_lab.run(
         "solver_verifier",
         recipe="[dr_mas,cpu]",
         overrides=[
-            *overrides(lab, name="solver_verifier", on_failure="exclude", **roles),
+            *overrides(standing_lab, name="solver_verifier", on_failure="exclude", **roles),
             "actor_rollout_ref.rollout.val_kwargs.n=1",
             "trainer.total_training_steps=3",
             "trainer.val_before_train=true",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ LOOPS = "- {name: recorded, _target_: scripted_loops.Recorded}\n"
 
 
 def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
-    lab: Lab, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    standing_lab: Lab, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rollouts of one to three turns that follow from the prompt: the batch of both runs is the same."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "loops.yaml").write_text(LOOPS)
     data = make_data(folder, rows=4)
-    own = Lab(model=lab.model, data=data, reward=lab.reward, root=lab.root)
+    own = replace(standing_lab, data=data)
     settings = [
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=recorded",
@@ -37,7 +38,7 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     one = own.run(
         "updates_one",
-        overrides=[*settings, f"verl_ext.rollouts_dir={lab.root / 'updates_one' / 'rollouts'}"],
+        overrides=[*settings, f"verl_ext.rollouts_dir={standing_lab.root / 'updates_one' / 'rollouts'}"],
         environment=environment,
     ).check()
     two = own.run("updates_two", overrides=[*settings, "trainer.n_gpus_per_node=2"], environment=environment).check()

@@ -92,8 +92,6 @@ def divergence_augmented(
     Raises:
         ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``divergence_augmented``.
     """
-    from verl.trainer.ppo.core_algos import agg_loss
-
     options = _options(config, "divergence_augmented", "dapo_beta")
     terms, divergence = divergence_augmented_terms(
         old_log_prob,
@@ -106,17 +104,12 @@ def divergence_augmented(
     )
     if rollout_is_weights is not None:
         terms = terms * rollout_is_weights
-    loss = agg_loss(loss_mat=terms, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
-    token = response_mask.bool()
-    charged = divergence[token] if token.any() else divergence.new_zeros(1)
-    drift = torch.where(token, old_log_prob - log_prob.detach(), 0.0)[token]
-    return loss, {
-        "actor/ppo_kl": float(drift.mean()) if drift.numel() else 0.0,
-        "actor/pg_clipfrac": 0.0,  # nothing is clipped
-        "actor/pg_clipfrac_lower": 0.0,
-        "actor/divergence/mean": float(charged.mean()),
-        "actor/divergence/abs_mean": float(charged.abs().mean()),
+    means = {
+        "actor/ppo_kl": old_log_prob - log_prob,
+        "actor/divergence/mean": divergence,
+        "actor/divergence/abs_mean": divergence.abs(),
     }
+    return _unclipped(terms, response_mask, loss_agg_mode, config, means)
 
 
 def hybrid_imitation(
@@ -138,8 +131,6 @@ def hybrid_imitation(
         ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``hybrid_imitation``.
         RuntimeError: the engine has computed no divergence.
     """
-    from verl.trainer.ppo.core_algos import agg_loss
-
     options = _options(config, "hybrid_imitation", "imitation_lambda")
     found = imitation.current()
     if found is None:
@@ -159,19 +150,21 @@ def hybrid_imitation(
     )
     if rollout_is_weights is not None:
         sparse = sparse * rollout_is_weights
-    terms = dense + sparse
+    means = {"actor/imitation/kl": kl, "actor/imitation/student_mass": masses[0]}
+    means |= {"actor/imitation/teacher_mass": masses[1], "actor/ppo_kl": old_log_prob - log_prob}
+    return _unclipped(dense + sparse, response_mask, loss_agg_mode, config, means)
+
+
+def _unclipped(
+    terms: torch.Tensor, response_mask: torch.Tensor, loss_agg_mode: str, config: Any, means: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of these terms, [B, T], as verl aggregates it; as metrics the means of others over the model tokens."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
     loss = agg_loss(loss_mat=terms, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
-    token = response_mask.bool()
-    columns = torch.stack([kl.detach(), *masses, old_log_prob - log_prob.detach()], dim=-1)[token].double()
-    means = (columns.sum(0) / max(len(columns), 1)).tolist()
-    return loss, {
-        "actor/imitation/kl": means[0],
-        "actor/imitation/student_mass": means[1],
-        "actor/imitation/teacher_mass": means[2],
-        "actor/ppo_kl": means[3],
-        "actor/pg_clipfrac": 0.0,  # nothing is clipped
-        "actor/pg_clipfrac_lower": 0.0,
-    }
+    columns = torch.stack([column.detach() for column in means.values()], dim=-1)[response_mask.bool()].double()
+    metrics = dict(zip(means, (columns.sum(0) / max(len(columns), 1)).tolist(), strict=True))
+    return loss, {**metrics, "actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0}  # nothing is clipped
 
 
 def _options(config: Any, loss: str, option: str) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 from engine_process import LENGTHS, TEMPERATURES, batch, rows
 
 TOP_K, LAMBDA = 8, 0.5
+PADDING = 6
+"""Row of `token_kl` that has no model tokens."""
 TEACHERS = {"top": TOP_K, "all": None, "full": None, "server": TOP_K}
 
 
@@ -111,8 +113,65 @@ def main(model: str, teacher: str, out: str, rank: int, world: int, port: str) -
     for kind in ("cool", "rows"):
         for name, top_k in TEACHERS.items():
             results[f"plain/{kind}/{name}"] = {"grad": plain(model, teacher, TEMPERATURES[kind], top_k, vocabulary)}
+    results["token_kl"] = token_kl(actor, teacher, vocabulary)
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
+
+
+def token_kl(actor: Any, sampler: str, vocabulary: int) -> dict[str, Any]:
+    """The engine's divergence of a sampler with the weights `sampler`: exact, and of its top tokens.
+
+    Names are layout/temperature/K; one row is padding, and one is of another answer than its distributions.
+    """
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.integration.token_kl import IDS, LOG_PROBS, WANTED
+
+    network = AutoModelForCausalLM.from_pretrained(sampler, dtype=torch.float32)
+    chosen, every = list(range(len(LENGTHS))), rows(vocabulary)
+
+    def run(kind: str, top_k: int | None, rmpad: bool, wrong: str = "") -> Any:
+        said, reported, masks = [], [], []
+        for number, ((prompt, _), row) in enumerate(zip(LENGTHS, every, strict=True)):
+            degree = TEMPERATURES[kind][number] if kind == "rows" else TEMPERATURES[kind]
+            with torch.no_grad():
+                whole = (network(row["input_ids"][None]).logits[0, prompt - 1 : -1] / degree).log_softmax(-1)
+            reported.append(whole.gather(-1, row["responses"][:, None]).squeeze(-1))
+            masks.append(row["response_mask"] * int(number != PADDING))
+            sampled = whole[row["response_mask"].bool()]
+            if top_k is None:
+                said.append({LOG_PROBS: sampled.numpy()})
+            else:
+                found = sampled.topk(top_k)
+                said.append({LOG_PROBS: found.values.numpy(), IDS: found.indices.numpy().astype(np.int32)})
+        if wrong == "short":
+            said[1][LOG_PROBS] = said[1][LOG_PROBS][:-1]
+        if wrong == "other":
+            said[1][LOG_PROBS] = said[1][LOG_PROBS][::-1].copy()
+        settings = {"use_remove_padding": rmpad, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+        data = batch(chosen, vocabulary, temperature=TEMPERATURES[kind], **settings, **{WANTED: True})
+        for name, columns in (("rollout_log_probs", reported), ("response_mask", masks)):
+            data[name] = torch.nested.as_nested_tensor(columns, layout=torch.jagged)
+        tu.assign_non_tensor_stack(data, "extra_fields", said)
+        with torch.no_grad(), actor.eval_mode():
+            output = actor.forward_backward_batch(data, loss_function=None, forward_only=True)
+        return list(output["model_output"]["token_kl"].unbind())
+
+    found: dict[str, Any] = {
+        f"{'packed' if rmpad else 'padded'}/{kind}/{top_k}": run(kind, top_k, rmpad)
+        for rmpad in (False, True)
+        for kind in ("cool", "rows")
+        for top_k in (None, 1, TOP_K, vocabulary)
+    }
+    for wrong in ("short", "other"):
+        try:
+            run("cool", None, True, wrong)
+        except RuntimeError as error:
+            found[wrong] = str(error)
+    return found
 
 
 def plain(model: str, teacher: str, temperature: Any, top_k: int | None, vocabulary: int) -> dict[str, Any]:

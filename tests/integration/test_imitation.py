@@ -61,6 +61,50 @@ def test_gradient_in_the_engine_is_that_of_the_formula(
     assert mass == pytest.approx(1.0, abs=1e-3) if teacher in ("all", "full") else 0.05 < mass < 0.95
 
 
+@pytest.fixture(scope="module")
+def by_hand(model: Path) -> dict[str, list[torch.Tensor]]:  # noqa: F811
+    """KL(sampler || trainer) of both networks' logits, by temperature, each row at its response tokens."""
+    from transformers import AutoModelForCausalLM
+
+    trainer, sampler = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, model.parent / "teacher")
+    )
+    out: dict[str, list[torch.Tensor]] = {"cool": [], "rows": []}
+    for kind, rows in out.items():
+        for number, ((prompt, _), row) in enumerate(zip(cases.LENGTHS, cases.rows(259), strict=True)):
+            degree = cases.TEMPERATURES[kind][number] if kind == "rows" else cases.TEMPERATURES[kind]
+            with torch.no_grad():
+                q, p = (one(row["input_ids"][None]).logits[0, prompt - 1 : -1] / degree for one in (trainer, sampler))
+            p, q = p.log_softmax(-1), q.log_softmax(-1)
+            rows.append((p.exp() * (p - q)).sum(-1) * row["response_mask"] * int(number != cases.PADDING))
+    return out
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["cool", "rows"])
+def test_divergence_of_the_sampler_in_the_engine(
+    found: dict[str, Any], by_hand: dict[str, list[torch.Tensor]], layout: str, kind: str
+) -> None:
+    """Exact is the sum over the vocabulary, top_k is never above it and equal to it with all tokens."""
+    exact = torch.cat(by_hand[kind])
+    lower = []
+    for top_k in (None, 1, cases.TOP_K, 259):
+        rows = found["token_kl"][f"{layout}/{kind}/{top_k}"]
+        for (prompt, _), row in zip(cases.LENGTHS, rows, strict=True):
+            assert not row[: prompt - 1].any() and row[-1] == 0
+        lower.append(torch.cat([row[p - 1 : -1] for (p, _), row in zip(cases.LENGTHS, rows, strict=True)]).double())
+    whole, one, some, every = lower
+    torch.testing.assert_close(whole, exact, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(every, exact, atol=1e-5, rtol=1e-4)
+    assert bool((one <= some + 1e-6).all()) and bool((some <= exact + 1e-6).all())
+    assert float(exact.max()) > 0.01 and float(some.sum()) < 0.9 * float(exact.sum())
+
+
+def test_distributions_of_other_tokens_are_refused(found: dict[str, Any]) -> None:
+    assert "distributions of the sampler. An agent loop has to return the extra_fields" in found["token_kl"]["short"]
+    assert "are not those of the row's tokens" in found["token_kl"]["other"]
+
+
 def config(*overrides: str, recipe: str = "[grpo,hybrid_imitation]") -> Any:
     search = f"hydra.searchpath=[file://{recipe_root()}]"
     more = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm", *overrides]

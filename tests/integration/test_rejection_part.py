@@ -20,7 +20,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.integration import checks, columns
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import checkpoints, rejection
-from verl_ext.integration.parts.columns import Columns
+from verl_ext.integration.parts.columns import Columns, dicts
 from verl_ext.integration.parts.length_lr import LengthLearningRate
 from verl_ext.integration.parts.methods import Methods
 from verl_ext.integration.parts.modifiers import Modifiers
@@ -41,6 +41,10 @@ pytestmark = pytest.mark.slow  # starts Ray
 
 # ---- at launch -----------------------------------------------------------------------------------------------------
 
+TRM = ["+algorithm.rejection.trm=true", "actor_rollout_ref.rollout.name=embedded"]
+EXACT = [*TRM, "+algorithm.trm.divergence=exact"]
+TOP_K = [*TRM, "+algorithm.trm.divergence=top_k", "+algorithm.trm.memory_gib=0.1"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -53,7 +57,15 @@ pytestmark = pytest.mark.slow  # starts Ray
         (["algorithm.rejection_normalise=some"], r"rejection_normalise is 'some'; choose one of 'all', 'kept'"),
         (["+algorithm.rejection.ser=true"], r"algorithm\.ser\.threshold has no default"),
         (["+algorithm.rejection.trm=true", "+algorithm.trm.max=-1"], r"algorithm\.trm: max is -1.0"),
-        (["+algorithm.rejection.trm=true", "+algorithm.trm.divergence=exact"], r"divergence=exact needs .*whole dist"),
+        ([*EXACT, "actor_rollout_ref.rollout.name=vllm"], r"divergence=exact needs .* asks vLLM for logprobs=0"),
+        ([*EXACT, "trainer.v1.trainer_mode=separate_async"], r"trainer_mode=separate_async\. Set it to sync"),
+        ([*EXACT, "actor_rollout_ref.model.use_fused_kernels=true"], r"exact .*use_fused_kernels=false"),
+        ([*EXACT, "+dvp.rho=0.1"], r"their divergence is infinite\. Leave out dvp\.rho or trm"),
+        ([*EXACT, "+algorithm.trm.top_k=0"], r"algorithm\.trm: top_k is 0"),
+        (
+            [*TOP_K, "data.train_batch_size=1024"],
+            r"1024 x n=4 x 512 tokens x 40 numbers take 0\.3 GiB.*memory_gib=0\.1",
+        ),
         (["actor_rollout_ref.rollout.calculate_log_probs=false"], r"mrs compare .*calculate_log_probs=false"),
         (["algorithm.rollout_correction.bypass_mode=true"], r"mrs, but .*bypass_mode=true .*Set bypass_mode=false"),
         (["actor_rollout_ref.actor.strategy=megatron"], r"skipped in verl's FSDP engine; .*strategy=megatron"),
@@ -62,6 +74,30 @@ pytestmark = pytest.mark.slow  # starts Ray
 def test_what_cannot_be_is_said_at_launch(overrides: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         checks.check(config("+recipe=[trloo,mrs]", *overrides))
+
+
+def test_sampler_is_asked_for_its_distribution_and_the_memory_is_estimated(tmp_path: Path) -> None:
+    """Of the vocabulary of the model's folder; a batch may take 4 GiB unless the option says otherwise."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 151936}')
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    large = config("+recipe=[trloo,mrs]", *EXACT, model)
+    with pytest.raises(
+        OptionError, match=r"1024 x n=4 x 512 tokens x 151936 numbers take 1187\.0 GiB.*top_k or sampled"
+    ):
+        checks.check(large)
+    small = config("+recipe=[trloo,mrs]", *EXACT, model, "data.train_batch_size=4", "data.max_response_length=64")
+    checks.complete(small)
+    assert checks.check(small) == []
+    assert small.actor_rollout_ref.rollout.engine_kwargs.embedded.top_logprobs == -1
+    (unknown,) = checks.check(config("+recipe=[trloo,mrs]", *EXACT, "actor_rollout_ref.model.path=/nowhere"))
+    assert "was not estimated" in unknown
+    lumped = config("+recipe=[trloo,mrs]", *TRM, "+algorithm.trm.divergence=top_k")
+    checks.complete(lumped)
+    assert lumped.actor_rollout_ref.rollout.engine_kwargs.embedded.top_logprobs == 20
+    assert checks.check(lumped) == []
+    plain = config("+recipe=[trloo,mrs]", *TRM)
+    checks.complete(plain)
+    assert "embedded" not in plain.actor_rollout_ref.rollout.engine_kwargs
 
 
 def test_rules_add_up_and_one_may_be_switched_off() -> None:
@@ -232,6 +268,45 @@ def test_an_agent_loop_may_say_what_a_void_turn_is(store: Any) -> None:
     said = [{"void": row == 6} for row in range(len(MASKS))]
     _, batch = run(store, "+algorithm.rejection.simpletir=true", "algorithm.mrs.level=null", said=said)
     assert stored(store, batch) == emptied(6)
+
+
+def test_exact_divergence_comes_from_the_engine_and_the_distributions_go(store: Any) -> None:
+    from verl_ext.integration.token_kl import COLUMN, IDS, LOG_PROBS, WANTED
+
+    overrides = [*EXACT, "algorithm.mrs.level=null", "algorithm.mrs.veto=null", "+algorithm.trm.avg=null"]
+    trainer = trainer_of(config("+recipe=[grpo,mrs]", *overrides, "+algorithm.trm.max=0.25"))
+    part = trainer.parts[1]
+    said = [{LOG_PROBS: np.zeros((2, 3), np.float32), IDS: np.zeros((2, 3), np.int32), "n": row} for row in range(8)]
+    batch = put(store, said)
+    # At prompts of two tokens, whose last one has the output of the first response token.
+    rows = [torch.tensor([9.0, *[0.1 * row] * len(mask), 9.0]) for row, mask in enumerate(MASKS)]
+    fields = TensorDict({COLUMN: torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=len(MASKS))
+    store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+    for one in trainer.parts:
+        batch = one.on_sample(batch)
+    for one in trainer.parts:
+        batch = one.on_batch(batch, trainer._rows, {})
+    part.before_old_log_prob(batch)
+    assert batch.extra_info[WANTED] is True
+    part.after_old_log_prob(batch, {})
+    assert WANTED not in batch.extra_info
+    found = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["extra_fields"])["extra_fields"]
+    assert [dict(row) for row in dicts(found)] == [{"n": row} for row in range(8)]
+    batch = advantage(trainer, batch)
+    assert stored(store, batch) == emptied(3, 4, 5, 6)
+    assert part.metrics["rejection/trm/statistic/p50"] == pytest.approx(0.3)
+
+
+def test_the_mask_is_whole_again_after_the_critics_warm_up(store: Any) -> None:
+    """verl updates no actor then, and its metrics of the rollouts read the mask."""
+    trainer = trainer_of(config("+recipe=[grpo,mrs]", "trainer.critic_warmup=3"))
+    for step, expected in ((2, MASKS), (3, emptied(1, 5))):
+        trainer.global_steps = step
+        batch = advantage(trainer, put(store))
+        assert stored(store, batch) == emptied(1, 5)
+        with trainer.parts[1].around_update("critic", batch):
+            assert stored(store, batch) == emptied(1, 5)
+        assert stored(store, batch) == expected
 
 
 # ---- after the advantage -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -97,6 +98,23 @@ def test_noise_on_the_logits_makes_the_sampler_disagree_by_as_much(model):
     assert 0.07 < differences.std() < 0.13
     with pytest.raises(ValueError, match="logits_noise=-1"):
         GenerationEngine(model, logits_noise=-1)
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_the_largest_logprobs_come_with_what_is_sampled(model, count):
+    """Those of the distribution that was sampled from, noise and truncation included; greedy requests have none."""
+    engine = GenerationEngine(model, max_model_len=256, logits_noise=0.5, top_logprobs=count)
+    sampled = SamplingParams(max_tokens=12, temperature=0.7, top_k=3)
+    for request in run(engine, [Request(p, sampled) for p in prompts(5)]):
+        assert len(request.top_logprobs) == len(request.token_ids)
+        rows = zip(request.token_ids, request.logprobs, request.top_logprobs, strict=True)
+        for token, logprob, (values, ids) in rows:
+            assert values.shape == ((VOCAB,) if count < 0 else (4,)) and (ids is None) == (count < 0)
+            assert np.isfinite(values).sum() == 3 and np.exp(values).sum() == pytest.approx(1.0, abs=1e-6)
+            place = token if ids is None else ids.tolist().index(token)
+            assert values[place] == pytest.approx(logprob, abs=1e-7)
+    for params in (SamplingParams(max_tokens=3, temperature=0), SamplingParams(max_tokens=3, logprobs=False)):
+        assert run(engine, [Request(prompts(1)[0], params)])[0].top_logprobs == []
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -201,7 +219,8 @@ def test_sampler_set_and_frequencies(top_k, top_p, min_p):
     batch = BatchSampling([params] * rows, 20, torch.device("cpu"))
     uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).tolist()
     wide = logits.expand(rows, -1)
-    tokens, logprobs = sample(wide, wide, batch, uniforms)
+    tokens, found = sample(wide, wide, batch, uniforms)
+    logprobs = found.gather(-1, tokens[:, None]).squeeze(-1)
     kept = allowed_ids(logits / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert set(tokens.tolist()) <= set(kept)
     expected = torch.full((20,), -math.inf)

@@ -24,6 +24,7 @@ from verl_ext.integration import verl_api, wraps
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.imitation import ImitationMixin
 from verl_ext.integration.micro_batch import ONE_PASS, full, positions, response_positions, said
+from verl_ext.integration.token_kl import TokenKLMixin
 from verl_ext.integration.update_step import UpdateStepMixin
 
 RHO = "verl_ext_rho"
@@ -268,7 +269,7 @@ def _statistics(
 
 
 MIXINS: dict[str, tuple[type, ...]] = {
-    "language_model": (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, OnePassMixin),
+    "language_model": (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, TokenKLMixin, OnePassMixin),
     "value_model": (UpdateStepMixin,),
 }
 """The parts of the workers' side in order, the outermost first: agents are separated of what the one pass has made."""

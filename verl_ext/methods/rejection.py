@@ -324,16 +324,18 @@ def top_k_token_kl(rollout_log_probs: torch.Tensor, train_log_probs: torch.Tenso
     """Divergence of the sampler's K most likely tokens with all others as one, [B, T] float64: a lower bound.
 
     Putting tokens together can only bring two distributions closer (data processing), so a row that this rejects the
-    exact divergence rejects too, and one that it keeps may still be rejected by it.
+    exact divergence rejects too, and one that it keeps may still be rejected by it. With K the whole vocabulary it is
+    the exact one, up to the rounding of float32.
 
     Args:
         rollout_log_probs: [B, T, K] float, the sampler's K largest log-probabilities.
         train_log_probs: [B, T, K] float, the trainer's of the same tokens.
     """
     rollout, train = rollout_log_probs.double(), train_log_probs.double()
-    rest = [(1 - part.exp().sum(-1)).clamp(min=0).log() for part in (rollout, train)]
-    whole = [torch.cat([part, left[..., None]], dim=-1) for part, left in zip((rollout, train), rest, strict=True)]
-    return _kl(whole[0], whole[1]).clamp(min=0)
+    left = (1 - rollout.exp().sum(-1, keepdim=True)).clamp(min=0)
+    # Rounding must not make it infinite; more mass of the trainer in the rest can only bring the two closer.
+    left_train = (1 - train.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+    return _kl(torch.cat([rollout, left.log()], -1), torch.cat([train, left_train.log()], -1)).clamp(min=0)
 
 
 def sampled_token_kl(

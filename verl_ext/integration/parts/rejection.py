@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from verl_ext.integration import token_kl
 from verl_ext.integration.columns import ActiveBatch, demand
 from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, select
 from verl_ext.integration.parts.base import Part
@@ -35,7 +36,6 @@ from verl_ext.methods.rejection import ANSWER, CODE_BLOCK, Rejection
 
 KEY = "algorithm.rejection"
 SAMPLER = ("old_log_probs", "rollout_log_probs")
-Divergence = Literal["sampled", "top_k", "exact"]
 
 
 def trm(
@@ -43,19 +43,29 @@ def trm(
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     *,
+    token_kl: Column | None = None,
     max: float | None = 0.05,
     avg: float | None = 0.001,
-    divergence: Divergence = "sampled",
+    divergence: Literal["sampled", "top_k", "exact"] = "sampled",
+    top_k: int = 20,
+    memory_gib: float = 4.0,
 ) -> Rejection:
-    """`verl_ext.methods.rejection.trm` of what a run has of the divergence: estimates from the sampled tokens.
+    """`verl_ext.methods.rejection.trm` of what the run knows of the divergence.
 
     Args:
         old_log_probs, rollout_log_probs, response_mask: [B, T].
-        max: bound of the largest k2 = lr^2 / 2 of a row; None is off.
-        avg: bound of the mean k3 = e^lr - 1 - lr of a row; None is off.
-        divergence: "sampled", the only one that a run has; see `check_divergence`.
+        token_kl: [B, T] tensor, what the engine has compared (`verl_ext.integration.token_kl`).
+        max: bound of the largest divergence of a row's tokens; None is off.
+        avg: bound of their mean; None is off.
+        divergence: "sampled": k2 = lr^2 / 2 for the largest, k3 = e^lr - 1 - lr for the mean. "exact", "top_k":
+            `token_kl`, over the vocabulary, and of the sampler's most likely tokens, a lower bound.
+        top_k: how many those are.
+        memory_gib: a batch whose distributions take more GiB is refused at launch.
     """
-    check_divergence(divergence)
+    if top_k < 1 or not memory_gib > 0:
+        raise ValueError(f"top_k is {top_k} and memory_gib {memory_gib}; give a whole number from 1 and more than 0")
+    if divergence != "sampled":
+        return rejection.trm(token_kl, response_mask, max=max, avg=avg)
     given = old_log_probs, rollout_log_probs, response_mask
     largest = rejection.trm(rejection.sampled_token_kl(*given, estimator="k2"), response_mask, max=max, avg=None)
     mean = rejection.trm(rejection.sampled_token_kl(*given, estimator="k3"), response_mask, max=None, avg=avg)
@@ -65,17 +75,6 @@ def trm(
         return largest
     both = torch.stack([largest.statistic, mean.statistic], dim=-1)
     return Rejection(rejection.all_of(response_mask, [largest, mean]), largest.kept & mean.kept, both)
-
-
-def check_divergence(divergence: str) -> None:
-    """Refuse the divergences that need more of the sampler than verl's rollouts carry."""
-    if divergence != "sampled":
-        what = "whole distribution" if divergence == "exact" else "largest log-probabilities"
-        raise ValueError(
-            f"divergence={divergence} needs the sampler's {what} at every token, and a rollout of verl brings back the "
-            "log-probability of the sampled token alone. Set divergence=sampled (verl's k2 and k3); by hand, "
-            "verl_ext.methods.rejection has exact_token_kl and top_k_token_kl"
-        )
 
 
 def simpletir(
@@ -146,6 +145,8 @@ def options(config: Any, name: str) -> dict[str, Any]:
             raise OptionError(f"algorithm.{name}.{key} has no default; give a number, or use the recipe {name}.")
     token = torch.zeros(1, 1)
     tried = {key: np.zeros(1) for key in parameters(rule).row_fields if key not in ("turn_texts", "void")}
+    if name == "trm":
+        tried["token_kl"] = token.clone()
     try:
         rule(*(token.clone() if key in SAMPLER else token + 1 for key in positional(rule)), **tried, **found)
     except (ValueError, re.error) as error:
@@ -184,8 +185,7 @@ class RejectionRules(Part):
         if not names:
             return []
         normalise(config)
-        for name in names:
-            options(config, name)
+        found = {name: options(config, name) for name in names}
         correction = select(config.algorithm, "rollout_correction")
         policy = config.actor_rollout_ref
         if select(correction, "bypass_mode", False):
@@ -205,10 +205,34 @@ class RejectionRules(Part):
                 f"{KEY}: an update of which no token is kept is skipped in verl's FSDP engine; "
                 f"actor_rollout_ref.actor.strategy={policy.actor.strategy} has none of its code. Set it to fsdp2."
             )
-        return []
+        of_trm = found.get("trm", {"divergence": "sampled"})
+        if of_trm["divergence"] == "sampled":
+            return []
+        return token_kl.check(config, of_trm["divergence"], _asked(of_trm), of_trm["memory_gib"])
+
+    @classmethod
+    def complete(cls, config: Any) -> None:
+        if "trm" in wanted_rules(config) and options(config, "trm")["divergence"] != "sampled":
+            token_kl.ask(config, _asked(options(config, "trm")))
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
         self._batch = batch
+        self._said = active.extra_fields
+        return batch
+
+    @property
+    def _token_kl(self) -> bool:
+        return self.options.get("trm", {}).get("divergence", "sampled") != "sampled"
+
+    def before_old_log_prob(self, batch: Any) -> Any:
+        if self._token_kl:
+            batch.extra_info[token_kl.WANTED] = True
+        return batch
+
+    def after_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._token_kl:  # the later passes fetch all of a row
+            batch.extra_info.pop(token_kl.WANTED, None)
+            forget(batch, self._said)
         return batch
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
@@ -241,6 +265,8 @@ class RejectionRules(Part):
         if role == "actor":
             told = batch.extra_info
             self._updates = len(batch) // int(told["mini_batch_size"]) * int(told["epochs"])
+        elif self.config.trainer.critic_warmup > self.trainer.global_steps:  # no actor's update follows
+            store(self._batch, self._mask)
 
     def after_update(self, metrics: dict[str, Any]) -> None:
         if f"actor/{SKIPPED}" not in metrics:
@@ -269,9 +295,23 @@ class RejectionRules(Part):
             return data.non_tensor_batch["uid"]
         if name == "rewards":
             return data.batch["token_level_scores"].double().sum(-1).numpy()
+        if name == "token_kl":
+            return self._divergence() if self._token_kl else None
         if name == "turn_texts":
             return None if active.column("void") is not None else self._turn_texts()
         return active.column(name)
+
+    def _divergence(self) -> torch.Tensor:
+        """``token_kl`` [B, T] of the engine."""
+        from verl.workers.utils.padding import response_from_nested
+
+        found = fetch(self._batch, [token_kl.COLUMN, "response_mask"])
+        if token_kl.COLUMN not in found:
+            raise RuntimeError(
+                f"{token_kl.KEY}: the training engine has compared no distributions. Its class is not one of verl's "
+                "FSDP engines, or was registered after they were extended."
+            )
+        return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
 
     def _turn_texts(self) -> np.ndarray:
         """[B] of what the model wrote in each row, one text for each stretch of its tokens."""
@@ -297,6 +337,28 @@ def store(batch: Any, mask: torch.Tensor) -> None:
     nested = response_to_nested(mask, fetch(batch, ["response_mask"])["response_mask"])
     fields = TensorDict({"response_mask": nested}, batch_size=len(batch))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def forget(batch: Any, said: Sequence[Any]) -> None:
+    """Take the sampler's distributions out of the rows, here and in verl's store.
+
+    Args:
+        batch: verl's KVBatchMeta of B rows.
+        said: [B] their ``extra_fields``, which are changed.
+    """
+    import transfer_queue as tq
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+    for row in said:
+        for name in (token_kl.LOG_PROBS, token_kl.IDS):
+            row.pop(name, None)
+    fields = TensorDict({"extra_fields": NonTensorStack(*map(NonTensorData, said))}, batch_size=len(batch))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def _asked(of_trm: Mapping[str, Any]) -> int:
+    """How many log-probabilities a token the sampler is asked for; -1: all."""
+    return -1 if of_trm["divergence"] == "exact" else int(of_trm["top_k"])
 
 
 def stretches(mask: torch.Tensor) -> list[tuple[int, int]]:

@@ -50,6 +50,7 @@ class GenerationEngine:
         vocab_limit: ids at and beyond it are never sampled (padded vocabulary); ``None`` samples all.
         logits_noise: standard deviation of normal noise added to every logit of every step, as a stand-in for an
             engine whose arithmetic differs from the trainer's; 0, none, but for studies of that difference.
+        top_logprobs: so many largest log-probabilities at each position are kept with a request; -1: of all ids.
 
     Raises:
         ValueError: an unsupported model or argument.
@@ -68,6 +69,7 @@ class GenerationEngine:
         logprobs_mode: str = "processed_logprobs",
         vocab_limit: int | None = None,
         logits_noise: float = 0.0,
+        top_logprobs: int = 0,
     ) -> None:
         if not (math.isfinite(logits_noise) and logits_noise >= 0):
             raise ValueError(f"logits_noise={logits_noise!r} must be a finite number of at least 0")
@@ -116,6 +118,7 @@ class GenerationEngine:
         self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode
         self.logits_noise = logits_noise
+        self.top_logprobs = top_logprobs
         self._noise_generator = torch.Generator().manual_seed(seed_from(seed))
         self._accepts_logits_to_keep = "logits_to_keep" in arguments
         self._cache = SlotCache(self.device, self.dtype, max_batch_size, self.kv_cache_tokens)
@@ -356,7 +359,11 @@ class GenerationEngine:
             edited = logits.clone()
         for row in batch.edited_rows:
             self._edit_row(edited[row], requests[row])
-        tokens, logprobs = sample(logits, edited, batch, [r._next_uniform() for r in requests], self.logprobs_mode)
+        uniforms = [r._next_uniform() for r in requests]
+        tokens, all_logprobs = sample(logits, edited, batch, uniforms, self.logprobs_mode)
+        logprobs = all_logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        if self.top_logprobs:
+            self._keep_top(all_logprobs, requests)
         broken = FloatingPointError("the model's logits hold NaN or +inf")
         if bool(logprobs.isnan().all()):
             raise broken
@@ -367,6 +374,17 @@ class GenerationEngine:
                 request.token_ids.append(token)
                 request.logprobs.append(logprob)
         return tokens
+
+    def _keep_top(self, logprobs: torch.Tensor, requests: list[Request]) -> None:
+        """Keep the largest of the `logprobs` [rows, vocab] with each request that samples."""
+        ids = None
+        if self.top_logprobs > 0:
+            logprobs, found = logprobs.topk(min(self.top_logprobs, self.vocab_size), dim=-1)
+            ids = found.to(torch.int32).cpu().numpy()
+        values = logprobs.cpu().numpy()
+        for row, request in enumerate(requests):
+            if request.params.logprobs and not request.params.greedy:
+                request.top_logprobs.append((values[row].copy(), None if ids is None else ids[row].copy()))
 
     def _edit_row(self, logits: torch.Tensor, request: Request) -> None:
         """Apply penalties and ``min_tokens`` to one row of logits in place."""

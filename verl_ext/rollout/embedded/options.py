@@ -31,6 +31,8 @@ class EmbeddedOptions:
         mask_padded_vocab: never sample ids that the tokenizer does not have (verl's vLLM server does the same).
         logits_noise: standard deviation of noise on every logit, for studies of samplers that disagree with the
             trainer; 0, none, else.
+        top_logprobs: so many largest log-probabilities at each position come back with every row that is sampled,
+            greedy ones excepted, for ``algorithm.trm.divergence``, which sets it; -1: the whole vocabulary.
 
     Raises:
         ValueError: an unknown key or a value out of range.
@@ -45,6 +47,7 @@ class EmbeddedOptions:
     logprobs_mode: str | None = None
     mask_padded_vocab: bool = True
     logits_noise: float = 0.0
+    top_logprobs: int = 0
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> EmbeddedOptions:
@@ -65,6 +68,9 @@ class EmbeddedOptions:
         noise = given.get("logits_noise", 0.0)
         if not isinstance(noise, int | float) or not 0 <= noise < math.inf:
             raise ValueError(f"{where}.logits_noise={noise!r} must be a finite number of at least 0")
+        top = given.get("top_logprobs", 0)
+        if not isinstance(top, int) or isinstance(top, bool) or top < -1:
+            raise ValueError(f"{where}.top_logprobs={top!r} must be -1 (all), 0 (none) or the number of ids")
         if not isinstance(given.get("num_cpus", 0), int | float) or given.get("num_cpus", 0) < 0:
             raise ValueError(f"{where}.num_cpus={given['num_cpus']!r} must be a number >= 0")
         if given.get("attn_implementation", "sdpa") not in ("sdpa", "eager"):

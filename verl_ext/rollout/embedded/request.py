@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from verl_ext.rollout.embedded.sampling import SamplingParams
@@ -39,6 +40,8 @@ class Request:
     Attributes:
         token_ids: sampled ids, the stop token included.
         logprobs: log-probability of each of them.
+        top_logprobs: the engine's largest log-probabilities where each was sampled, float32 [K], and their ids, int32
+            [K] (None: the whole vocabulary in order); empty unless the engine keeps them.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` once finished.
         error: set instead of ``finish_reason`` when the model failed.
         min_version, max_version: weight version at admission and at the end.
@@ -50,6 +53,7 @@ class Request:
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     min_version: int | None = None

@@ -288,7 +288,7 @@ def sample(
         logprobs_mode: one of :data:`LOGPROBS_MODES`.
 
     Returns:
-        ``(tokens, logprobs)``: ``(rows,)`` int64 and ``(rows,)`` float32.
+        ``(tokens, logprobs)``: ``(rows,)`` int64, and of all ids ``(rows, vocab)`` float32.
     """
     scaled = edited if batch.temperature is None else edited / batch.temperature
     logp = torch.log_softmax(_truncate(scaled, batch), dim=-1)
@@ -307,4 +307,4 @@ def sample(
         logp = torch.log_softmax(raw if batch.temperature is None else raw / batch.temperature, dim=-1)
     elif logprobs_mode == "raw_logprobs":
         logp = torch.log_softmax(raw, dim=-1)
-    return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, logp

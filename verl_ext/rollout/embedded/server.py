@@ -50,6 +50,14 @@ def _eos_token_ids(model_config: HFModelConfig) -> set[int]:
     return ids
 
 
+def _top_logprobs(request: Request) -> dict[str, np.ndarray]:
+    if not request.top_logprobs:
+        return {}
+    log_probs, ids = zip(*request.top_logprobs, strict=True)
+    named = {"sampler_log_probs": log_probs} if ids[0] is None else {"sampler_log_probs": log_probs, "sampler_ids": ids}
+    return {name: np.stack(rows) for name, rows in named.items()}
+
+
 class EmbeddedServer:
     """Generation server of one rollout replica. Runs as an asyncio Ray actor, or inside any event loop.
 
@@ -117,6 +125,7 @@ class EmbeddedServer:
             seed=config.seed + 1_000_003 * self.replica_rank,
             logprobs_mode=options.logprobs_mode or config.logprobs_mode or "processed_logprobs",
             logits_noise=options.logits_noise,
+            top_logprobs=options.top_logprobs,
             vocab_limit=vocab_limit,
         )
         row = min(config.prompt_length + config.response_length, self.engine.max_model_len)
@@ -168,7 +177,9 @@ class EmbeddedServer:
         Returns:
             Token ids (stop token included), their log-probabilities if asked for, ``stop_reason`` ``"completed"`` or
             ``"aborted"``, and in ``extra_fields`` the weight versions ``global_steps`` (at the end),
-            ``min_global_steps`` and ``max_global_steps``, and ``finish_reason`` (``stop``, ``length`` or ``abort``).
+            ``min_global_steps`` and ``max_global_steps``, and ``finish_reason`` (``stop``, ``length`` or ``abort``);
+            with `EmbeddedOptions.top_logprobs` also ``sampler_log_probs`` [n, K] and, unless they are those of the
+            whole vocabulary, ``sampler_ids`` [n, K].
 
         Raises:
             ValueError: bad parameters, a prompt without room for a response, or multi-modal data.
@@ -219,6 +230,7 @@ class EmbeddedServer:
                 "min_global_steps": first,
                 "max_global_steps": last,
                 "finish_reason": request.finish_reason,
+                **_top_logprobs(request),
             },
         )
 

@@ -79,6 +79,8 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.3,<2.4",
     "numpy>=2.0",
     "pandas",
+    # The intervals of the paper tables.
+    "scipy>=1.11",
     "pyarrow>=19",
     "PyYAML>=6",
     "packaging>=20",

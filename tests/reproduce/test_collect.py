@@ -10,27 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from verl_ext.reproduce import collect as collecting
 from verl_ext.reproduce import render, runs
 from verl_ext.reproduce.collect import (
+    AGENT_SPIKE,
+    DIFFERENT,
+    NOT_REACHED,
     NOT_SHOWN,
     OPPOSITE,
     SHOWN,
     UNKNOWN,
     CollectError,
-    MetricMissing,
     Result,
-    Run,
     collect,
-    evaluate,
-    long_log,
     verdict_of,
 )
-from verl_ext.reproduce.metrics import Interval
+from verl_ext.reproduce.metrics import MetricMissing, Run, evaluate
+from verl_ext.reproduce.noise import Interval
 from verl_ext.reproduce.tables import KINDS, MetricSpec, Table, find_table, read_table
 
 TABLE = """\
@@ -132,6 +132,21 @@ def only(result: Result, *words: str) -> str:
     return found[0]
 
 
+def values(result: Result, cell: str, metric: str = "reward") -> dict[int, float | None]:
+    """By seed; None where there is no value."""
+    own = result.values[(result.values["cell"] == cell) & (result.values["metric"] == metric)]
+    return {seed: None if math.isnan(value) else value for seed, value in zip(own["seed"], own["value"], strict=True)}
+
+
+def seeds(result: Result, cell: str) -> list[int]:
+    return result.ends.loc[result.ends["cell"] == cell, "seed"].tolist()
+
+
+def rewards(result: Result, cell: str, seed: int) -> dict[int, float]:
+    own = result.curves[(result.curves["cell"] == cell) & (result.curves["seed"] == seed)]
+    return own[own["what"].str.startswith("training reward")].set_index("step")["value"].to_dict()
+
+
 # --- the plain case -----------------------------------------------------------------------------------------------
 
 
@@ -139,23 +154,25 @@ def test_values_means_differences_and_curves(table: Table, make: Make, tmp_path:
     all_of(make)
     result = collect(table, "laptop", tmp_path / "runs")
     assert result.problems == []
-    reward = result.cells["b"].metrics["reward"]
-    assert reward.values == pytest.approx({0: 0.7, 1: 0.705, 2: 0.71})
-    assert reward.mean == pytest.approx(0.705)
-    assert reward.std == pytest.approx(0.005)
-    assert (len(reward.known), result.cells["b"].seeds) == (3, [0, 1, 2])
-    assert result.cells["b"].rewards[1] == {1: 0.2, 2: 0.5, 3: 0.7, 4: 0.71}
-    by = {(one.cell, one.metric): one for one in result.differences}
+    assert values(result, "b") == pytest.approx({0: 0.7, 1: 0.705, 2: 0.71})
+    reward = result.summary.loc["b", "reward"]
+    assert reward["mean"] == pytest.approx(0.705)
+    assert reward["std"] == pytest.approx(0.005)
+    assert reward["known"] == 3 and seeds(result, "b") == [0, 1, 2]
+    assert rewards(result, "b", 1) == {1: 0.2, 2: 0.5, 3: 0.7, 4: 0.71}
     # `tokens` never reaches 0.5 in A: there is nothing to compare.
-    assert set(by) == {("b", "reward")}
-    difference = by["b", "reward"]
-    assert difference.value == pytest.approx(0.705 - 0.305)
+    (difference,) = result.differences.itertuples()
+    assert (difference.cell, difference.baseline, difference.metric) == ("b", "a", "reward")
+    assert difference.difference == pytest.approx(0.705 - 0.305)
     assert difference.verdict == SHOWN
-    assert difference.interval is not None and difference.interval.low > 0
-    assert result.cells["b"].metrics["tokens"].mean == 200
-    never = result.cells["a"].metrics["tokens"]
-    assert never.mean is None and never.unreached == [0, 1, 2] and never.values == {0: None, 1: None, 2: None}
-    assert result.beside == ()
+    # Seed by seed the difference is the same, though the seeds differ.
+    assert difference.low == pytest.approx(0.4) == pytest.approx(difference.high)
+    assert result.summary.loc["b", "tokens"]["mean"] == 200
+    never = result.summary.loc["a", "tokens"]
+    assert math.isnan(never["mean"]) and never["unreached"] == 3
+    assert values(result, "a", "tokens") == {0: None, 1: None, 2: None}
+    assert set(result.values.loc[result.values["value"].isna(), "reason"]) == {NOT_REACHED}
+    assert result.beside.empty
     assert result.versions["verl_ext"] and result.dates is not None
     assert result.commands[0].startswith("verl-ext reproduce run otb/ways --scale laptop --out ")
 
@@ -169,11 +186,11 @@ def test_values_means_differences_and_curves(table: Table, make: Make, tmp_path:
         (-0.2, -0.1, True, OPPOSITE),
         (-0.1, 0.2, True, NOT_SHOWN),
         (0.0, 0.0, True, NOT_SHOWN),
-        (-0.2, -0.1, None, SHOWN),
+        (-0.2, -0.1, None, DIFFERENT),
     ],
 )
 def test_verdict(low: float, high: float, better: bool | None, verdict: str) -> None:
-    assert verdict_of(Interval((low + high) / 2, low, high, 2.0), better) == verdict
+    assert verdict_of(Interval((low + high) / 2, low, high, 2.0, 0.1), better) == verdict
     assert verdict_of(None, better) == UNKNOWN
 
 
@@ -181,9 +198,9 @@ def test_one_seed_has_no_noise(table: Table, make: Make, tmp_path: Path) -> None
     make("a", 0)
     make("b", 0, [0.5, 0.6, 0.7, 0.8])
     result = collect(table, "laptop", tmp_path / "runs")
-    difference = next(one for one in result.differences if one.metric == "reward")
-    assert difference.interval is None and difference.verdict == UNKNOWN
-    assert result.cells["a"].metrics["reward"].std is None
+    (difference,) = result.differences.query("metric == 'reward'").itertuples()
+    assert math.isnan(difference.low) and difference.verdict == UNKNOWN
+    assert math.isnan(result.summary.loc["a", "reward"]["std"])
     assert only(result, "no complete run") == "a (seeds 1, 2), b (seeds 1, 2): no complete run"
 
 
@@ -193,13 +210,15 @@ def test_full_scale_stands_beside_the_paper(table: Table, make: Make, tmp_path: 
             values = {"val-core/math500/acc/mean@2": score + 0.01 * seed, "val-core/aime24/acc/mean@2": score - 0.2}
             make(cell, seed, scale="full", more=values)
     result = collect(table, "full", tmp_path / "runs")
-    summary = result.cells["b"].metrics["avg"]
-    assert summary.mean == pytest.approx(100 * (0.59 + 0.38) / 2)  # both sets, each the same, in percent
-    value, relative, ratio, unknown = result.beside
-    assert value.ours == pytest.approx(48.5) and value.gap == pytest.approx(-11.5) and value.inside is False
-    assert relative.ours == pytest.approx(8.0) and relative.inside is False
+    assert result.summary.loc["b", "avg"]["mean"] == pytest.approx(
+        100 * (0.59 + 0.38) / 2
+    )  # both sets, each the same, in percent
+    value, relative, ratio, unknown = result.beside.itertuples()
+    assert value.ours == pytest.approx(48.5) and value.gap == pytest.approx(-11.5)
+    assert value.verdict == relative.verdict == ratio.verdict == "outside the noise"
+    assert relative.ours == pytest.approx(8.0)
     assert ratio.ours == pytest.approx(0.0) and ratio.gap == pytest.approx(50.0)
-    assert unknown.ours is None and unknown.gap is None and unknown.inside is None
+    assert math.isnan(unknown.ours) and math.isnan(unknown.gap) and unknown.verdict == "no value of ours"
     # A row that is only published is missing nothing.
     assert result.problems == []
 
@@ -228,8 +247,8 @@ def test_incomplete_runs_are_listed_and_left_out(table: Table, make: Make, tmp_p
     make("b", 2, [9.0, 9.0], state=runs.FAILED)
     make("a", 2, [], state=runs.STARTED)
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].seeds == [0] and result.cells["a"].seeds == [0, 1]
-    assert result.cells["b"].metrics["reward"].mean == pytest.approx(0.7)
+    assert seeds(result, "b") == [0] and seeds(result, "a") == [0, 1]
+    assert result.summary.loc["b", "reward"]["mean"] == pytest.approx(0.7)
     assert "started, at step 2 of 4" in only(result, "b/seed_1", "not complete")
     assert "failed, at step 2 of 4" in only(result, "b/seed_2", "not complete")
     assert only(result, "no step") == "a/seed_2: left out: no step is logged yet"
@@ -249,7 +268,7 @@ def test_a_run_of_something_else_is_left_out(table: Table, make: Make, tmp_path:
     record = tmp_path / "runs/otb.ways/laptop/b/seed_2/cell.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), key: value}))
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].seeds == [0, 1]
+    assert seeds(result, "b") == [0, 1]
     assert str(value) in only(result, "b/seed_2", "cell.json says")
 
 
@@ -261,7 +280,7 @@ def test_a_cell_that_the_table_does_not_have(table: Table, make: Make, tmp_path:
     result = collect(table, "laptop", tmp_path / "runs")
     assert only(result, "no such cell").startswith("old (seeds 0, 1, 2): left out")
     assert "seed 2, not otb/ways, laptop scale, cell a, seed 9" in only(result, "a/seed_9", "cell.json says")
-    assert result.cells["b"].seeds == [] and result.cells["a"].seeds == [0, 1]
+    assert seeds(result, "b") == [] and seeds(result, "a") == [0, 1]
 
 
 def test_other_settings_are_not_mixed(table: Table, make: Make, tmp_path: Path) -> None:
@@ -271,7 +290,7 @@ def test_other_settings_are_not_mixed(table: Table, make: Make, tmp_path: Path) 
     data["settings"]["algorithm.gamma"] = "0.5"
     record.write_text(json.dumps(data))
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].seeds == [0, 1]
+    assert seeds(result, "b") == [0, 1]
     assert "algorithm.gamma: was 0.5, is not set" in only(result, "b/seed_2", "algorithm.gamma")
     assert "b/seed_2" in only(result, "not those of the cell's other runs")
 
@@ -283,7 +302,7 @@ def test_runs_that_all_have_other_settings_are_used_and_it_is_said(table: Table,
         data["settings"]["algorithm.gamma"] = "0.5"
         record.write_text(json.dumps(data))
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].seeds == [0, 1, 2]
+    assert seeds(result, "b") == [0, 1, 2]
     text = only(result, "algorithm.gamma: was 0.5, is not set")
     assert text.startswith("a (seeds 0, 1, 2), b (seeds 0, 1, 2): ")
 
@@ -297,7 +316,7 @@ def test_runs_with_different_other_settings_are_not_mixed(table: Table, make: Ma
         data["settings"]["algorithm.gamma"] = gamma
         record.write_text(json.dumps({**data, "started": f"2026-01-0{day}T00:00:00+0000"}))
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].seeds == [1, 2] and result.cells["a"].seeds == [0, 1, 2]
+    assert seeds(result, "b") == [1, 2] and seeds(result, "a") == [0, 1, 2]
     assert only(result, "not those of the cell's other runs").startswith("b/seed_0: ")
 
 
@@ -308,12 +327,10 @@ def test_a_claim_about_two_other_cells(table: Table, make: Make, tmp_path: Path)
         table, laptop=replace(table.laptop, baseline="b", versus={"a": "b", "b": "a"})
     )  # what is set against the baseline already is not there twice
     result = collect(three, "laptop", tmp_path / "runs")
-    assert [(one.cell, one.baseline, one.metric) for one in result.differences] == [
-        ("a", "b", "reward"),
-        ("b", "a", "reward"),
-    ]
-    there, back = result.differences
-    assert there.value == -back.value and (there.verdict, back.verdict) == (OPPOSITE, SHOWN)
+    there, back = result.differences.itertuples()
+    assert (there.cell, there.baseline, there.metric) == ("a", "b", "reward")
+    assert (back.cell, back.baseline, back.metric) == ("b", "a", "reward")
+    assert there.difference == -back.difference and (there.verdict, back.verdict) == (OPPOSITE, SHOWN)
 
 
 def test_seeds_that_the_table_does_not_have_are_in_the_command(table: Table, make: Make, tmp_path: Path) -> None:
@@ -343,8 +360,8 @@ def test_a_file_cut_short_is_used_as_far_as_it_is_whole(table: Table, make: Make
     assert "b/seed_1: metrics.jsonl: line 4 is cut short" in only(result, "b/seed_1", "cut short")
     assert "step 3 of 4" in only(result, "b/seed_1", "its metrics end")
     # Everything is compared at the last step that all have.
-    assert set(result.cells["a"].steps.values()) == set(result.cells["b"].steps.values()) == {3}
-    assert result.cells["a"].metrics["reward"].mean == pytest.approx(0.25)
+    assert set(result.ends["step"]) == {3}
+    assert result.summary.loc["a", "reward"]["mean"] == pytest.approx(0.25)
     assert "b/seed_1 at 3, a/seed_0 at 4" in only(result, "different steps")
     assert "up to step 3" in only(result, "different steps")
 
@@ -354,7 +371,7 @@ def test_a_file_cut_before_its_half_would_spoil_the_others(table: Table, make: M
     make("b", 1, [0.2, 0.5, 0.7, 0.7], cut=220)
     result = collect(table, "laptop", tmp_path / "runs")
     assert "step 1 of 4" in only(result, "b/seed_1", "before the half")
-    assert result.cells["b"].seeds == [0, 2] and set(result.cells["a"].steps.values()) == {4}
+    assert seeds(result, "b") == [0, 2] and set(result.ends["step"]) == {4}
 
 
 def test_steps_that_go_back_belong_to_the_later_run(table: Table, make: Make, tmp_path: Path) -> None:
@@ -366,7 +383,7 @@ def test_steps_that_go_back_belong_to_the_later_run(table: Table, make: Make, tm
     result = collect(table, "laptop", tmp_path / "runs")
     assert "from 7 to 1" in only(result, "b/seed_1", "go back")
     # Step 0 of the earlier run is all that is left of it; its steps 5 to 7 are not.
-    assert result.cells["b"].rewards[1] == {0: 9.0, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.7}
+    assert rewards(result, "b", 1) == {0: 9.0, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.7}
 
 
 def test_a_run_of_another_logger_is_read(table: Table, make: Make, tmp_path: Path) -> None:
@@ -381,7 +398,7 @@ def test_a_run_of_another_logger_is_read(table: Table, make: Make, tmp_path: Pat
         writer.add_scalar("perf/total_num_tokens", 100, step)
     writer.close()
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["b"].metrics["reward"].values[1] == pytest.approx(0.75)
+    assert values(result, "b")[1] == pytest.approx(0.75)
     assert result.problems == []
 
 
@@ -394,7 +411,7 @@ def test_a_metric_that_is_not_logged_names_the_nearest(table: Table, make: Make,
     result = collect(table, "laptop", tmp_path / "runs")
     text = only(result, "no value of reward")
     assert text.startswith("b (seeds 0, 1, 2): ") and "near are trajectory/rewards/mean" in text
-    assert result.cells["b"].metrics["reward"].mean is None and result.differences == []
+    assert result.summary.loc["b", "reward"]["known"] == 0 and result.differences.empty
 
 
 def test_values_that_are_no_numbers(table: Table, make: Make, tmp_path: Path) -> None:
@@ -402,9 +419,8 @@ def test_values_that_are_no_numbers(table: Table, make: Make, tmp_path: Path) ->
     make("b", 1, [0.2, 0.5, 0.7, math.nan])
     make("b", 2, [math.nan, 0.5, 0.7, 0.7])
     result = collect(table, "laptop", tmp_path / "runs")
-    reward = result.cells["b"].metrics["reward"]
-    assert reward.values == {0: pytest.approx(0.7), 1: None, 2: pytest.approx(0.7)}
-    assert len(reward.known) == 2 and result.cells["b"].seeds == [0, 1, 2]
+    assert values(result, "b") == {0: pytest.approx(0.7), 1: None, 2: pytest.approx(0.7)}
+    assert result.summary.loc["b", "reward"]["known"] == 2 and seeds(result, "b") == [0, 1, 2]
     assert "not a finite number at step 4" in only(result, "b/seed_1", "no value of reward")
     assert "not a finite number at step 1" in only(result, "b/seed_2", "left out there")
 
@@ -423,15 +439,18 @@ def spec(kind: str, higher: bool = True, **options: Any) -> MetricSpec:
 
 def run_of(tmp_path: Path, curves: Mapping[str, Sequence[float]], sources: Sequence[str] = ()) -> Run:
     """A run with curves from step 1 on."""
-    steps: dict[int, dict[str, float]] = {}
-    for key, values in curves.items():
-        for step, value in enumerate(values, start=1):
-            steps.setdefault(step, {})[key] = value
-    return Run("a", 0, tmp_path, long_log(steps), None, {}, sources)
+    series = {
+        key: pandas.Series(own, index=range(1, len(own) + 1), name=key, dtype=float) for key, own in curves.items()
+    }
+    return Run("a", 0, tmp_path, series, sources=sources)
 
 
-def test_every_kind_of_a_table_file_has_an_evaluation() -> None:
-    assert {*collecting._OF_CURVE, *collecting._OF_RUN} == set(KINDS)
+def test_every_kind_of_a_table_file_has_an_evaluation(tmp_path: Path) -> None:
+    dump(tmp_path, 1, samples("t", [1], speedup=2.0))
+    options = {"keys": ("x",), "threshold": 1.0, "p": 1.0, "k": 1, "tokens_key": "x"}
+    run = run_of(tmp_path, {"x": [1.0]})
+    found = {kind: evaluate(spec(kind, **options), run) for kind in KINDS}
+    assert found == {kind: 0.0 if kind == "spikes" else 1.0 for kind in KINDS}
 
 
 def test_kinds_on_curves(tmp_path: Path) -> None:
@@ -645,9 +664,10 @@ def test_agents_and_levels_stand_beside_the_table(table: Table, make: Make, tmp_
         make("a", seed, more=lone)
         make("b", seed, more=team)
     result = collect(table, "laptop", tmp_path / "runs")
-    assert result.cells["a"].agents == {} and result.cells["a"].levels == {}
-    two = result.cells["b"].agents["two"]
-    assert two["grad_norm/mean"].mean == 0.5 and two[collecting.AGENT_SPIKE].mean == 4.0
-    assert collecting.AGENT_SPIKE not in result.cells["b"].agents["one"]
-    assert two["score/mean"].mean == 0.25 and two["gradient_energy_share"].values == {0: 0.1, 1: 0.1}
-    assert result.cells["b"].levels["hgpo level 1"]["usable_share"].mean == 0.75
+    figures = result.figures.set_index(["what", "cell", "owner", "figure", "seed"])["value"].sort_index()
+    assert set(result.figures["cell"]) == {"b"}, "a lone agent is the run"
+    two = figures["agent", "b", "two"]
+    assert two["grad_norm/mean", 0] == 0.5 and two[AGENT_SPIKE, 0] == 4.0
+    assert AGENT_SPIKE not in figures["agent", "b", "one"]
+    assert two["score/mean", 1] == 0.25 and two["gradient_energy_share"].to_dict() == {0: 0.1, 1: 0.1}
+    assert figures["level", "b", "hgpo level 1", "usable_share", 0] == 0.75

@@ -6,15 +6,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas
 import pytest
 
 from verl_ext.reproduce import render, runs
-from verl_ext.reproduce.collect import NOT_SHOWN, OPPOSITE, SHOWN, UNKNOWN, Difference, Summary, collect
-from verl_ext.reproduce.metrics import Interval
+from verl_ext.reproduce.collect import NOT_REACHED, collect, summarised
 from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Table, read_table
 
 TABLE = """\
@@ -114,10 +116,11 @@ def test_laptop_page(table: Table, tmp_path: Path) -> None:
     assert first == ["Way A (baseline)", "0.310 ± 0.010", "1.100 ± 0.100", "not reached (3 of 3)", "3"]
     assert second == ["B\\|C", "0.610 ± 0.010", "1.100 ± 0.100", "500 ± 0", "3"]
     _, reward, norm = rows(page, "## Difference to Way A")
-    assert reward[:3] == ["B\\|C", "reward ↑", "+0.300"] and reward[4] == "shown in the claim's direction"
-    assert re.fullmatch(r"\[\+0\.2\d\d, \+0\.3\d\d\]", reward[3])
+    assert reward == [
+        "B\\|C", "reward ↑", "+0.300", "[+0.300, +0.300]", "0.000", "shown: better, outside the noise",
+    ]  # fmt: skip
     # A metric of which the claim does not speak gets no verdict on the claim.
-    assert norm[2] == "+0.000" and norm[4] == "inside the noise (no direction is better)"
+    assert norm[2] == "+0.000" and norm[5] == "inside the noise (no direction is better)"
     head, *papers = rows(page, "## The paper's numbers")
     assert head == ["", "certainty", "avg@2 (%) ↑", "change of tokens (%) ↓", "note"]
     assert papers[0] == ["B\\|C", "certain", "60.25", "", ""]
@@ -141,9 +144,9 @@ def test_full_page(table: Table, tmp_path: Path) -> None:
     assert [row[0] for row in cells] == ["Way A (baseline)", "B\\|C"]
     assert cells[1] == ["B\\|C", "61.0 ± 1.0", "600 ± 0", "6.0e-08 ± 0.0e+00", "1.100 ± 0.100", "3"]
     difference = {row[1]: row for row in rows(page, "## Difference to Way A")[1:]}
-    assert difference["avg@2 (%) ↑"][4] == "better, outside the noise"
-    assert difference["tokens ↓"][2:] == ["-600", "[-600, -600]", "better, outside the noise"]
-    assert difference["KL ↓"][2] == "+3.0e-08" and difference["KL ↓"][4] == "worse, outside the noise"
+    assert difference["avg@2 (%) ↑"][5] == "shown: better, outside the noise"
+    assert difference["tokens ↓"][2:] == ["-600", "[-600, -600]", "0", "shown: better, outside the noise"]
+    assert difference["KL ↓"][2] == "+3.0e-08" and difference["KL ↓"][5] == "reversed: worse, outside the noise"
     head, value, relative, ratio = rows(page, "## Beside the paper")
     assert head == ["", "metric", "paper", "certainty", "ours", "ours less paper", "verdict", "note"]
     assert value[2:7] == ["60.25", "certain", "61.0", "+0.8", "inside the noise"]
@@ -162,7 +165,7 @@ def test_one_seed_is_said(table: Table, tmp_path: Path) -> None:
     make(table, "full", tmp_path, seeds=1)
     page = render.markdown(collect(table, "full", tmp_path))
     assert rows(page)[1][1] == "30.0" and "With one seed there is no deviation." in page
-    assert {row[4] for row in rows(page, "## Difference to Way A")[1:]} == {"one seed: noise unknown"}
+    assert {row[5] for row in rows(page, "## Difference to Way A")[1:]} == {"one seed: noise unknown"}
     assert rows(page, "## Beside the paper")[1][6] == "one seed: noise unknown"
     assert "a (seeds 1, 2), b (seeds 1, 2): no complete run" in page
 
@@ -177,27 +180,17 @@ def test_numbers_as_text() -> None:
     assert render.number(0.001, SPEC) == "1.0e-03"
     assert render.number(0.001, SPEC, size=3.0) == "0.00"
     assert render.number(None, SPEC) == "-"
-    assert render.summary_text(Summary({0: 0.5, 1: None}, {1: "gone"}), SPEC, 2) == "0.50 (1 of 2 seeds)"
-    assert render.summary_text(Summary({0: None}), SPEC, 1) == "-"
-    assert render.summary_text(Summary({0: 4.0, 1: None}, {1: "not reached"}), SPEC, 2) == "not reached (1 of 2)"
-    wide = Difference("b", "a", "m", -0.001, Interval(-0.001, -0.3, 0.3, 4.0), NOT_SHOWN)
-    assert render.difference_texts(wide, SPEC) == ("-0.00", "[-0.30, +0.30]")
-
-
-@pytest.mark.parametrize(
-    ("verdict", "laptop", "full"),
-    [
-        (SHOWN, "shown in the claim's direction", "better, outside the noise"),
-        (NOT_SHOWN, "not shown (inside the noise)", "inside the noise"),
-        (OPPOSITE, "opposite", "worse, outside the noise"),
-        (UNKNOWN, "one seed: noise unknown", "one seed: noise unknown"),
-    ],
-)
-def test_verdicts_as_text(table: Table, tmp_path: Path, verdict: str, laptop: str, full: str) -> None:
-    for scale, text, metric in (("laptop", laptop, "reward"), ("full", full, "avg")):
-        make(table, scale, tmp_path)
-        result = collect(table, scale, tmp_path)
-        assert render.verdict_text(result, Difference("b", "a", metric, 0.0, None, verdict)) == text
+    for values, reasons, text in (
+        ([0.5, math.nan], ["", "gone"], "0.50 (1 of 2 seeds)"),
+        ([math.nan], ["gone"], "-"),
+        ([4.0, math.nan], ["", NOT_REACHED], "not reached (1 of 2)"),
+    ):
+        frame = pandas.DataFrame({"cell": "a", "value": values, "reason": reasons})
+        assert render.summary_text(summarised(frame, ["cell"]).loc["a"], SPEC) == text
+    wide = SimpleNamespace(difference=-0.001, low=-0.3, high=0.3, detectable=0.4)
+    assert render.difference_texts(wide, SPEC) == ["-0.00", "[-0.30, +0.30]", "0.40"]
+    alone = SimpleNamespace(difference=-0.5, low=math.nan, high=math.nan, detectable=math.nan)
+    assert render.difference_texts(alone, SPEC) == ["-0.50", "-", "-"]
 
 
 def test_csv_has_every_number_in_full(table: Table, tmp_path: Path) -> None:
@@ -207,13 +200,12 @@ def test_csv_has_every_number_in_full(table: Table, tmp_path: Path) -> None:
     assert len(lines) == 3 * 4 + 1  # B's avg is published twice
     avg = [line for line in lines if (line["cell"], line["metric"]) == ("b", "avg")]
     assert [line["certainty"] for line in avg] == ["certain", "abstract-or-blog"]
-    assert float(avg[0]["mean"]) == result.cells["b"].metrics["avg"].mean
-    assert {int(s): float(v) for s, v in (pair.split(":") for pair in avg[0]["values"].split())} == dict(
-        result.cells["b"].metrics["avg"].values
-    )
-    assert avg[0]["label"] == "B|C" and avg[0]["verdict"] == "better, outside the noise"
+    assert float(avg[0]["mean"]) == result.summary.loc["b", "avg"]["mean"]
+    own = result.values.query("cell == 'b' and metric == 'avg'")
+    assert avg[0]["values"] == " ".join(f"{s}:{v}" for s, v in zip(own["seed"], own["value"], strict=True))
+    assert avg[0]["label"] == "B|C" and avg[0]["verdict"] == "shown: better, outside the noise"
     assert float(avg[1]["paper"]) == 10 and avg[1]["paper_relative_to"] == "a"
-    assert float(avg[0]["low"]) < float(avg[0]["difference"]) < float(avg[0]["high"])
+    assert float(avg[0]["low"]) <= float(avg[0]["difference"]) <= float(avg[0]["high"])
     other = next(line for line in lines if line["cell"] == "other" and line["metric"] == "avg")
     assert other["mean"] == "" and float(other["paper"]) == 70 and other["certainty"] == "unverified"
 
@@ -247,16 +239,16 @@ def test_json_is_strict_and_complete(table: Table, tmp_path: Path) -> None:
     result = collect(table, "laptop", tmp_path)
     data = json.loads(json.dumps(render.plain(result), allow_nan=False))
     assert data["caption"] == render.LAPTOP and data["scale"] == "laptop" and data["beside"] == []
-    assert data["cells"]["a"]["metrics"]["to"] == {
-        "mean": None,
-        "std": None,
-        "n": 0,
-        "values": {"0": None, "1": None, "2": None},
-        "reasons": dict.fromkeys("012", "not reached"),
-    }
+    never = [row for row in data["values"] if (row["cell"], row["metric"]) == ("a", "to")]
+    assert [(row["seed"], row["value"], row["reason"]) for row in never] == [(k, None, "not reached") for k in range(3)]
+    (one,) = [row for row in data["summary"] if (row["cell"], row["metric"]) == ("a", "to")]
+    assert one == {
+        "cell": "a", "metric": "to", "mean": None, "std": None, "known": 0, "runs": 3, "unreached": 3,
+    }  # fmt: skip
     assert [one["certainty"] for one in data["published"]] == list(CERTAINTIES)
     assert [(one["cell"], one["metric"]) for one in data["differences"]] == [("b", "reward"), ("b", "norm")]
-    assert data["cells"]["b"]["steps"] == {"0": 6, "1": 6, "2": 6} and data["commands"] == list(result.commands)
+    assert {(row["cell"], row["step"]) for row in data["steps"]} == {("a", 6), ("b", 6)}
+    assert data["commands"] == list(result.commands)
 
 
 def test_files_and_printed_table(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +282,7 @@ def test_text_of_the_picture(table: Table, tmp_path: Path, monkeypatch: pytest.M
         result = collect(table, scale, tmp_path)
         if scale == "laptop":
             # A table may have no baseline.
-            result = replace(result, scale=replace(result.scale, baseline=None), differences=())
+            result = replace(result, scale=replace(result.scale, baseline=None), differences=result.differences[:0])
         drawn = []
         with monkeypatch.context() as patch:
             patch.setattr(pyplot, "close", drawn.append)
@@ -313,9 +305,14 @@ def test_bands_over_seeds() -> None:
     from matplotlib.figure import Figure
 
     axis = Figure().add_subplot()
-    render._draw_curve(axis, {0: {2: 1.0, 1: 0.0}, 1: {1: 1.0, 2: 1.0, 3: 4.0}, 2: {}}, 1, color="black", label="a")
-    render._draw_curve(axis, {0: {1: 0.0, 2: 1.0}}, 2, color="black", label="b")
-    render._draw_curve(axis, {0: {}}, 1, color="black", label="c")
+
+    def draw(label: str, width: int, *by_seed: dict[int, float]) -> None:
+        rows = [(seed, step, value) for seed, curve in enumerate(by_seed) for step, value in curve.items()]
+        own = pandas.DataFrame(rows, columns=["seed", "step", "value"])
+        render._draw_curve(axis, own, width, color="black", label=label)
+
+    draw("a", 1, {2: 1.0, 1: 0.0}, {1: 1.0, 2: 1.0, 3: 4.0}, {})
+    draw("b", 2, {1: 0.0, 2: 1.0})
     one, two = axis.lines
     assert list(one.get_xdata()) == [1, 2, 3] and list(one.get_ydata()) == [0.5, 1.0, 4.0]
     assert list(two.get_ydata()) == [0.0, 0.5]

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Sequence
 
 import mpmath
+import numpy
 import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.reproduce import metrics
-from verl_ext.reproduce.metrics import Interval
+from verl_ext.reproduce import metrics, noise
+from verl_ext.reproduce.noise import Interval
 
+property_of_all = settings(deadline=None, derandomize=True, max_examples=50)
 finite = st.floats(-100, 100, allow_nan=False)
 several = st.lists(finite, min_size=2, max_size=6)
 
@@ -33,6 +34,7 @@ def test_pass_at_k_by_hand() -> None:
     assert metrics.pass_at_k(16, 1, 16) == 1.0
 
 
+@property_of_all
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(samples: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(samples)))
@@ -41,6 +43,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(samples: list[bool],
     assert metrics.pass_at_k(len(samples), sum(samples), k) == pytest.approx(expected, abs=1e-12)
 
 
+@property_of_all
 @given(st.integers(2, 3000), st.data())
 def test_pass_at_k_agrees_with_whole_numbers_at_any_size(n: int, data: st.DataObject) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -58,30 +61,14 @@ def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
         metrics.pass_at_k(n, c, k)
 
 
-def test_fast_counts_correct_answers_at_the_threshold_and_above() -> None:
-    correct = pandas.Series([True, True, True, False, True])
-    speedup = pandas.Series([1.5, 1.49, 3.0, 9.0, math.nan])
-    assert metrics.fast(correct, speedup, 1.5).mean() == 0.4
-    assert metrics.fast(correct, speedup, 0).mean() == 0.6  # the unmeasured one never counts
-    with pytest.raises(ValueError, match="at least 0"):
-        metrics.fast(correct, speedup, -1)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.floats(0, 10)), min_size=1), st.floats(0, 10), st.floats(0, 10))
-def test_fast_falls_with_the_threshold(rows: list[tuple[bool, float]], p: float, q: float) -> None:
-    answers = pandas.DataFrame(rows, columns=["correct", "speedup"])
-    low, high = (metrics.fast(answers["correct"], answers["speedup"], one) for one in sorted((p, q)))
-    assert (high <= low).all() and (low <= answers["correct"]).all()
-
-
 # --- curves -------------------------------------------------------------------------------------------------------
 
 
 def test_spike_is_the_largest_over_the_median() -> None:
-    assert metrics.spike([1, 2, 2, 10]) == 5
-    assert metrics.spike([1, 2, 3], [1, 2, 8]) == 4
-    assert math.isnan(metrics.spike([0, 0, 0, 1]))
-    assert math.isnan(metrics.spike([]))
+    assert metrics.spike(pandas.Series([1, 2, 2, 10])) == 5
+    assert metrics.spike(pandas.Series([1, 2, 3]), pandas.Series([1, 2, 8])) == 4
+    assert math.isnan(metrics.spike(pandas.Series([0, 0, 0, 1])))
+    assert math.isnan(metrics.spike(pandas.Series([], dtype=float)))
 
 
 def spike_steps(norms: Sequence[float], **options: float) -> list[int]:
@@ -99,12 +86,9 @@ def test_spike_steps_look_back_only() -> None:
     assert spike_steps([1, 1, 1, 1, 9, 9, 9, 9, 9], window=3) == [4, 5]
     assert spike_steps([1, math.nan, 1, 1, math.inf, 9]) == [1, 4, 5]
     assert spike_steps([]) == []
-    with pytest.raises(ValueError, match="factor"):
-        spike_steps(norms, factor=0)
-    with pytest.raises(ValueError, match="window"):
-        spike_steps(norms, window=2)
 
 
+@property_of_all
 @given(st.lists(st.floats(0.01, 100), max_size=60), st.floats(1, 5), st.integers(3, 25))
 def test_spike_steps_are_those_of_the_definition(norms: list[float], factor: float, window: int) -> None:
     expected = [
@@ -138,6 +122,7 @@ def test_tokens_to_a_score() -> None:
     assert tokens_to(tokens, {}, 0.5) is None
 
 
+@property_of_all
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1))
 def test_a_higher_score_costs_no_fewer_tokens(values: list[float], a: float, b: float) -> None:
     scores = dict(enumerate(values, start=1))
@@ -146,113 +131,73 @@ def test_a_higher_score_costs_no_fewer_tokens(values: list[float], a: float, b: 
     assert (high is None) or (low is not None and low <= high)
 
 
-# --- agents and levels --------------------------------------------------------------------------------------------
-
-
-def test_keys_of_agents_and_levels() -> None:
-    keys = [
-        "agent/solver/score/mean",
-        "agent/solver/score/std",
-        "agent/solver/gradient_energy_share",
-        "agent/a/b/score/mean",
-        "agent/score/mean",
-        "hgpo/level_10/usable_share",
-        "hgpo/level_2/usable_share",
-        "hgpo/level_2/group_size/mean",
-        "hgpo/level_2/groups/1",
-        "trajectory/reward/mean",
-    ]
-    assert metrics.agent_figures(keys) == {
-        "a/b": {"score/mean": "agent/a/b/score/mean"},
-        "solver": {
-            "score/mean": "agent/solver/score/mean",
-            "gradient_energy_share": "agent/solver/gradient_energy_share",
-        },
-    }
-    levels = metrics.level_figures(keys)
-    assert list(levels) == ["hgpo level 2", "hgpo level 10"]
-    assert levels["hgpo level 2"] == {
-        "usable_share": "hgpo/level_2/usable_share",
-        "group_size/mean": "hgpo/level_2/group_size/mean",
-    }
-    assert metrics.agent_figures(["critic/score/mean"]) == {}
-
-
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dof", "quantile"),
-    # Printed in every table of Student's distribution (two-sided 95 %).
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)],
-)
-def test_student_quantiles_of_the_printed_tables(dof: int, quantile: float) -> None:
-    assert metrics.student_t_quantile(0.975, dof) == pytest.approx(quantile, abs=5e-4)
-    assert metrics.student_t_quantile(0.025, dof) == pytest.approx(-quantile, abs=5e-4)
-    assert metrics.student_t_quantile(0.5, dof) == 0
-
-
-@settings(max_examples=40)
-@given(st.floats(0.51, 0.9999), st.floats(1, 1e5))
-def test_student_quantile_inverts_the_distribution(probability: float, dof: float) -> None:
-    quantile = metrics.student_t_quantile(probability, dof)
-    tail = mpmath.betainc(dof / 2, 0.5, 0, dof / (dof + mpmath.mpf(quantile) ** 2), regularized=True) / 2
-    assert float(1 - tail) == pytest.approx(probability, abs=1e-9)
-
-
-@pytest.mark.parametrize(("probability", "dof"), [(0, 3), (1, 3), (0.975, 0.5), (0.975, math.inf), (0.975, math.nan)])
-def test_student_quantile_refuses_what_is_out_of_range(probability: float, dof: float) -> None:
-    with pytest.raises(ValueError, match="must"):
-        metrics.student_t_quantile(probability, dof)
-
-
-def test_welch_by_hand() -> None:
-    # Means 2 and 6; variances 1 and 4 of three values each: standard error sqrt(5/3);
-    # dof = (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 50/17.
-    interval = metrics.welch([1, 2, 3], [4, 6, 8])
-    assert interval is not None
-    assert interval.value == -4
-    assert interval.dof == pytest.approx(50 / 17)
-    half = metrics.student_t_quantile(0.975, 50 / 17) * math.sqrt(5 / 3)
-    assert (interval.low, interval.high) == pytest.approx((-4 - half, -4 + half))
-    assert half == pytest.approx(3.219 * math.sqrt(5 / 3), rel=2e-3)  # between the tables' 4.303 and 3.182
-    assert interval.holds(-4) and not interval.holds(0.5)
-
-
-def test_noise_of_one_seed_is_unknown_and_of_equal_seeds_is_none() -> None:
-    assert metrics.welch([1], [1, 2, 3]) is None
-    assert metrics.welch([1, 2, 3], [1]) is None
-    assert metrics.mean_interval([1]) is None
-    assert metrics.welch([2, 2], [1, 1, 1]) == Interval(1, 1, 1, math.inf)
-    tiny = metrics.welch([1e-120, 3e-120], [0.0, 0.0])
-    assert tiny is not None and math.isfinite(tiny.low) and tiny.dof == pytest.approx(1)
+def by_seed(values: Sequence[float], first: int = 0) -> pandas.Series:
+    return pandas.Series(values, index=range(first, first + len(values)), dtype=float)
 
 
 def test_interval_of_a_mean_by_hand() -> None:
-    interval = metrics.mean_interval([1, 2, 3])
-    assert interval is not None
+    interval = noise.mean_interval(by_seed([1, 2, 3]))
+    assert interval is not None and interval.dof == 2
     assert interval.high - 2 == pytest.approx(4.302652729911275 / math.sqrt(3), rel=1e-9)
+    # The printed tables of Student's distribution have 4.303 and, at 80 %, 1.061.
+    assert interval.detectable == pytest.approx((4.303 + 1.061) / math.sqrt(3), rel=1e-3)
+    assert noise.mean_interval(by_seed([1])) is None
 
 
+def test_runs_with_the_same_seed_are_pairs() -> None:
+    # Differences 1, 2, 3 in spite of the seeds' spread; the fourth seed of ours has no partner.
+    ours, theirs = by_seed([101, 12, 3, 500]), by_seed([100, 10, 0])
+    value, interval = noise.difference(ours, theirs)
+    assert value == 2 and interval == noise.mean_interval(by_seed([1, 2, 3]))
+    assert interval is not None and not interval.holds(6.5) and interval.holds(0.0)
+    value, interval = noise.difference(by_seed([0.4, 0.5, 0.6]), by_seed([0.1, 0.2, 0.3]))
+    assert interval is not None and interval.low == interval.high == value == pytest.approx(0.3)
+    assert interval.dof == math.inf and interval.detectable == 0.0
+
+
+def test_welch_by_hand() -> None:
+    # No seed in common. Means 2 and 6; variances 1 and 4 of three values each: standard error sqrt(5/3);
+    # dof = (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 50/17.
+    value, interval = noise.difference(by_seed([1, 2, 3]), by_seed([4, 6, 8], first=3))
+    assert interval is not None and value == interval.value == -4
+    assert interval.dof == pytest.approx(50 / 17)
+    assert interval.high + 4 == pytest.approx(3.219 * math.sqrt(5 / 3), rel=2e-3)  # between the tables' 4.303 and 3.182
+    assert interval.holds(-4) and not interval.holds(0.5)
+    # Equal seeds have no noise; that of one seed is unknown.
+    assert noise.difference(by_seed([2, 2]), by_seed([1, 1, 1], first=5)) == (1, Interval(1, 1, 1, math.inf, 0.0))
+    assert noise.difference(by_seed([1]), by_seed([1, 2, 3])) == (-1, None)
+    assert noise.difference(by_seed([1, 2, 3]), by_seed([1], first=3)) == (1, None)
+
+
+@property_of_all
 @given(several, several, finite)
-def test_welch_is_antisymmetric_and_follows_a_shift(ours: list[float], theirs: list[float], shift: float) -> None:
-    there, back = metrics.welch(ours, theirs), metrics.welch(theirs, ours)
-    assert there is not None and back is not None
-    assert (back.low, back.high) == pytest.approx((-there.high, -there.low), abs=1e-9)
-    assert there.low <= there.value <= there.high
-    moved = metrics.welch([value + shift for value in ours], theirs)
-    assert moved is not None
-    assert moved.value == pytest.approx(there.value + shift, abs=1e-9)
-    assert moved.high - moved.low == pytest.approx(there.high - there.low, rel=1e-6, abs=1e-6)
+def test_a_difference_is_antisymmetric_and_follows_a_shift(a: list[float], b: list[float], shift: float) -> None:
+    for first in (0, 9):
+        ours, theirs = by_seed(a), by_seed(b, first)
+        (value, there), (back, other) = noise.difference(ours, theirs), noise.difference(theirs, ours)
+        assert there is not None and other is not None
+        assert (-back, -other.high, -other.low) == pytest.approx((value, there.low, there.high), abs=1e-9)
+        assert there.low <= value <= there.high
+        moved, _ = noise.difference(ours + shift, theirs)
+        assert moved == pytest.approx(value + shift, abs=1e-9)
 
 
-def test_welch_covers_the_truth_as_often_as_it_says() -> None:
-    generator = random.Random(0)
-    covered = 0
-    for _ in range(1500):
-        ours = [generator.gauss(1.0, 1.0) for _ in range(3)]
-        theirs = [generator.gauss(0.5, 3.0) for _ in range(5)]
-        interval = metrics.welch(ours, theirs)
+@pytest.mark.parametrize("first", [0, 9], ids=["pairs", "welch"])
+def test_intervals_cover_the_truth_and_effects_are_detected_as_often_as_they_say(first: int) -> None:
+    generator = numpy.random.default_rng(0)
+    # Eight seeds a cell; pairs share what the seed does, which is ten times the rest.
+    rest = generator.normal(0, 1, (2, 400, 8))
+    shared = 10 * generator.normal(0, 1, (400, 8)) * (first == 0)
+    effect = noise.detectable(math.sqrt(2 / 8), 7 if first == 0 else 14)
+    covered = detected = 0
+    for ours, theirs in zip(effect + shared + rest[0], shared + rest[1], strict=True):
+        _, interval = noise.difference(by_seed(ours), by_seed(theirs, first))
         assert interval is not None
-        covered += interval.holds(0.5)
-    assert 0.935 <= covered / 1500 <= 0.97  # standard error 0.006; Welch is slightly conservative
+        covered += interval.holds(effect)
+        detected += not interval.holds(0.0)
+    # Standard errors 0.011 and 0.02, of a fixed seed.
+    assert 0.92 <= covered / 400 <= 0.98
+    assert 0.74 <= detected / 400 <= 0.86

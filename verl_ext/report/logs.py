@@ -12,12 +12,16 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf.message import DecodeError
 
 from verl_ext.report.records import RecordError, tensorboard_values, wandb_name, wandb_values
+
+if TYPE_CHECKING:
+    import pandas
 
 Source = Literal["jsonl", "tensorboard", "wandb"]
 
@@ -51,6 +55,15 @@ class RunLog:
     steps: dict[int, dict[str, float]]
     problems: list[str] = field(default_factory=list)
     name: str = ""
+
+    @cached_property
+    def curves(self) -> dict[str, pandas.Series]:
+        """Value by step of each metric, where it was logged; metrics in order of name."""
+        import pandas
+
+        rows = [(step, name, value) for step, values in self.steps.items() for name, value in values.items()]
+        frame = pandas.DataFrame(rows, columns=["step", "metric", "value"]).astype({"value": float})
+        return {name: own.set_index("step")["value"].rename(name) for name, own in frame.groupby("metric")}
 
     def metrics(self) -> list[str]:
         """Names of all metrics, sorted."""

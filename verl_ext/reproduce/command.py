@@ -242,6 +242,12 @@ def _plan(args: argparse.Namespace) -> int:
         print("Laptop scale: a test of the claim's direction, not the paper's number.")
     print(_wrapped("claim: ", scale.claim or table.claim))
     print(_wrapped("cost:  ", plan.cost(scale, cells, seeds, args.steps)))
+    if len(seeds) > 1:
+        from verl_ext.reproduce.noise import detectable
+
+        effect = detectable(len(seeds) ** -0.5, len(seeds) - 1)
+        said = f"{len(seeds)} pairs of runs with the same seed can show a difference of {effect:.2g} or more standard "
+        print(_wrapped("noise: ", said + "deviations of the pairs' differences (in four of five such experiments)"))
     if scale.name == "full":
         if scale.hardware is not None and scale.hardware.note:
             print(_wrapped("       ", f"hardware: {scale.hardware.note}"))

@@ -1,93 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantities that papers report, as functions of numbers, and the statistics of their comparison.
+"""The quantities that papers report, from what a run has logged.
 
-Nothing here reads files or imports torch. What a table's metric is made of these functions by its ``kind`` is said in
-:mod:`verl_ext.reproduce.collect`, which applies them to what a run has logged.
+What a metric's ``kind`` means (`keys` are names of logged metrics or patterns as in a shell, and a value is the mean
+over the keys that match):
+
+=============  =====================================================================================
+``last``       mean of the last `window` (1) logged values
+``first``      mean of the first `window` (1)
+``mean``       mean of all
+``best``       best running mean over `window` (1) logged values
+``spike``      largest over median
+``spikes``     steps above `factor` (3) times the running median
+``tokens``     sum of `tokens_key` (``perf/total_num_tokens``)
+``tokens_to``  tokens until the running mean over `window` (1) of the score reaches `threshold`
+``avg_at_k``   avg@k, from verl's validation dumps
+``pass_at_k``  unbiased pass@k, from the dumps
+``fast_at``    share of tasks that are correct with a speedup of at least `p`, from the dumps
+=============  =====================================================================================
+
+The dumps are what verl writes below ``trainer.validation_data_dir`` (:mod:`verl_ext.reproduce.dumps`); `score_key`
+(``acc``, else ``score``) is the field that is 1 for a correct answer, `speedup_key` (``speedup``) the measured speedup,
+`source` the data sources that are wanted, names or patterns, each of which then weighs the same.
 """
 
 from __future__ import annotations
 
-import functools
+import difflib
 import math
-import re
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pandas
 
-SPIKE_FACTOR = 3.0
-SPIKE_WINDOW = 20
-SPIKE_EARLIER = 3
+from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
+from verl_ext.reproduce.tables import MetricSpec
+
+VALIDATION_FOLDER = "validation"
+"""Folder of a run that verl's validation dumps go to."""
+
 TOKENS_KEY = "perf/total_num_tokens"
 """verl's number of tokens of a step's batch, prompts and responses together."""
 
+SPIKE_FACTOR, SPIKE_WINDOW, SPIKE_EARLIER = 3.0, 20, 3
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Answers to tasks
+Say = Callable[[str], None]
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+class MetricMissing(ValueError):
+    """A run has no value of a metric; the message says why."""
 
-    It is the probability that `k` samples, drawn from the `n` without replacement, hold a correct one. The product
-    form is used, which neither overflows nor cancels.
+
+@dataclass(frozen=True)
+class Run:
+    """A complete run.
+
+    Attributes:
+        cell, seed: which.
+        path: its folder.
+        curves: value by step of each metric, where it is logged. A value that was no number is NaN.
+        planned: steps that it was to make, None if unknown.
+        record: its ``cell.json``.
+        sources: data sets that it validates on.
+    """
+
+    cell: str
+    seed: int
+    path: Path
+    curves: Mapping[str, pandas.Series]
+    planned: int | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    sources: Sequence[str] = ()
+
+    @property
+    def end(self) -> int:
+        """Last step."""
+        return max(int(curve.index[-1]) for curve in self.curves.values())
+
+    def until(self, limit: int) -> Run:
+        """The run up to a step."""
+        curves = {key: curve[curve.index <= limit] for key, curve in self.curves.items()}
+        return replace(self, curves={key: curve for key, curve in curves.items() if len(curve)})
+
+
+def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float | None:
+    """A metric of a run, as it is logged (not yet times 100).
 
     Args:
-        samples: n, samples of the task.
-        correct: c, how many of them are correct.
-        k: size of the draw, at most n.
+        spec: the metric.
+        run: up to the step that counts.
+        say: called with what is odd about the run, though there is a value.
 
     Returns:
-        A probability.
+        The value; None for a score that does not reach its threshold.
 
     Raises:
-        ValueError: unless 0 <= c <= n and 1 <= k <= n.
+        MetricMissing: there is no value.
     """
-    if not 0 <= correct <= samples:
-        raise ValueError(f"pass@k: {correct} correct of {samples} samples")
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples of a task and k >= 1; there are {samples}")
-    if samples - correct < k:
-        return 1.0
-    # C(n-c, k) / C(n, k) = product over i = n-c+1 .. n of (1 - k / i); the sum of logarithms keeps a small pass@k.
-    return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(samples - correct + 1, samples + 1)))
+    if spec.kind in ("avg_at_k", "pass_at_k", "fast_at"):
+        return _of_dump(spec, run, say)
+    if spec.kind == "tokens":
+        return math.fsum(_token_counts(spec, run))
+    keys = matching(spec.options["keys"], list(run.curves))
+    if spec.kind == "tokens_to":
+        joint = pandas.concat([run.curves[key] for key in keys], axis=1, join="inner").sort_index()
+        scores = _finite(joint.agg(statistics.fmean, axis=1).rename(", ".join(keys)), say)
+        window, threshold = spec.options.get("window", 1), spec.options["threshold"]
+        return tokens_to(_token_counts(spec, run), scores, threshold, window)
+    return statistics.fmean(_of_curve(spec, run.curves[key], say) for key in keys)
 
 
-def fast(correct: pandas.Series, speedup: pandas.Series, p: float) -> pandas.Series:
-    """Which answers count for Fast@p: correct, and at least `p` times as fast as the reference.
-
-    KernelBench (arXiv 2502.10517) writes "greater than p", Dr. Kernel (arXiv 2602.05885) reports ">= p"; the latter is
-    used. A correct answer without a measured speedup does not count.
+def matching(patterns: Iterable[str], logged: Sequence[str], said: str = "no metric {} is logged") -> list[str]:
+    """Names that match one of the patterns, each once.
 
     Args:
-        correct: one a sample, bool.
-        speedup: time of the reference over time of the answer; NaN where nothing was measured.
-        p: threshold, at least 0.
+        patterns: names, or patterns as in a shell (``*`` also stands for a ``/``).
+        logged: what there is.
+        said: the message, with a place for the pattern.
 
     Raises:
-        ValueError: p below 0.
+        MetricMissing: a pattern matches none; the message names the nearest.
     """
-    if not p >= 0:
-        raise ValueError(f"Fast@p: p must be at least 0, not {p}")
-    return correct & (speedup >= p)
+    found: list[str] = []
+    for pattern in patterns:
+        # A name may hold brackets, which would be a set of letters in a pattern.
+        own = [pattern] if pattern in logged else [key for key in logged if fnmatchcase(key, pattern)]
+        if not own:
+            near = difflib.get_close_matches(pattern, logged, n=3, cutoff=0.6)
+            near += [key for key in logged if key.rsplit("/", 1)[-1] == pattern.rsplit("/", 1)[-1] and key not in near]
+            raise MetricMissing(said.format(repr(pattern)) + (f"; near are {', '.join(near[:3])}" if near else ""))
+        found += own
+    return list(dict.fromkeys(found))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Curves of a run
+# --- curves -------------------------------------------------------------------------------------------------------
 
 
-def spike(norms: Sequence[float], peaks: Sequence[float] | None = None) -> float:
+def _of_curve(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
+    window = int(spec.options.get("window", 1))
+    if spec.kind in ("last", "first"):
+        used = curve.tail(window) if spec.kind == "last" else curve.head(window)
+        if bad := _not_finite(used):
+            raise MetricMissing(f"{curve.name} is not a finite number at {bad}")
+        return statistics.fmean(used)
+    if spec.kind == "spikes":
+        return float(len(spike_steps(curve, spec.options.get("factor", SPIKE_FACTOR))))
+    finite = _finite(curve, say)
+    if finite.empty:
+        raise MetricMissing(f"{curve.name} is not a finite number at any step")
+    if spec.kind == "mean":
+        return statistics.fmean(finite)
+    if spec.kind == "spike":
+        if math.isnan(value := spike(finite)):
+            raise MetricMissing(f"the median of {curve.name} is 0")
+        return value
+    assert spec.kind == "best", spec.kind
+    means = finite.rolling(min(window, len(finite))).apply(statistics.fmean, raw=True)
+    return float(means.min() if spec.higher is False else means.max())
+
+
+def _not_finite(curve: pandas.Series) -> str:
+    """The steps at which a curve is not a finite number, as a text; empty if there are none."""
+    steps = curve.index[~numpy.isfinite(curve)].tolist()
+    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+    return "" if not steps else f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+
+
+def _finite(curve: pandas.Series, say: Say) -> pandas.Series:
+    """The numbers of a curve; what is none is said."""
+    if bad := _not_finite(curve):
+        say(f"{curve.name} is not a finite number at {bad}: left out there")
+    return curve[numpy.isfinite(curve)]
+
+
+def _token_counts(spec: MetricSpec, run: Run) -> pandas.Series:
+    (key,) = matching([spec.options.get("tokens_key", TOKENS_KEY)], list(run.curves))
+    if bad := _not_finite(run.curves[key].reindex(range(1, run.end + 1))):
+        raise MetricMissing(f"{key} is not known at {bad}")
+    return run.curves[key]
+
+
+def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
     """How far the largest gradient norm stands out: over the median of all steps. NaN without a positive median.
 
     Args:
         norms: of the steps (mean over a step's updates).
         peaks: largest norm of a step's updates, if it is known beside the mean.
     """
-    middle = statistics.median(norms) if len(norms) else 0.0
-    largest = norms if peaks is None or not len(peaks) else peaks
-    return max(largest) / middle if middle > 0 else math.nan
+    middle = norms.median()
+    largest = (norms if peaks is None or peaks.empty else peaks).max()
+    return float(largest / middle) if middle > 0 else math.nan
 
 
 def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int = SPIKE_WINDOW) -> list[int]:
@@ -101,14 +207,7 @@ def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int 
         norms: by step, not negative.
         factor: above 0.
         window: at least `SPIKE_EARLIER`.
-
-    Raises:
-        ValueError: a bad factor or window.
     """
-    if not factor > 0:
-        raise ValueError(f"the factor must be above 0, not {factor}")
-    if window < SPIKE_EARLIER:
-        raise ValueError(f"the window must be at least {SPIKE_EARLIER}, not {window}")
     finite = norms[numpy.isfinite(norms)]
     median = finite.rolling(window, min_periods=SPIKE_EARLIER).median().shift()
     # The median is unknown (NaN) for the first ones, and nothing is above that.
@@ -133,140 +232,80 @@ def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, wi
     return math.fsum(tokens[tokens.index <= reached[0]]) if len(reached) else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Figures of agents and of levels
-
-AGENT_FIGURES = ("score/mean", "gradient_energy_share", "grad_norm/mean")
-LEVEL_FIGURES = ("usable_share", "group_size/mean")
+# --- answers to tasks ---------------------------------------------------------------------------------------------
 
 
-def agent_figures(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Which logged keys say what of which agent (``agent/<name>/<figure>``).
+def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
+    """avg@k, pass@k or Fast@p: the mean over sources of the mean over tasks.
 
-    Returns:
-        Key by figure by agent, agents in order of name, figures in that of `AGENT_FIGURES`.
+    A sample without a score has failed; so have those that are missing up to k. With more than k samples of a task all
+    of them are used: the expectation is the same and the noise is less. Fast@p wants an answer that is correct and at
+    least `p` times as fast as the reference: KernelBench (arXiv 2502.10517) writes "greater than p", Dr. Kernel (arXiv
+    2602.05885) reports ">= p"; the latter is used. A correct answer without a measured speedup does not count.
     """
-    return _figures(keys, r"agent/(.+)", AGENT_FIGURES)
+    samples = _samples(spec, run, say)
+    scores = _field(samples, spec, "score_key", ("acc", "score")).fillna(0.0)
+    k = int(spec.options.get("k", 1))
+    if spec.kind == "fast_at":
+        speedup = _field(samples, spec, "speedup_key", ("speedup",))
+        scores = ((scores >= 1.0) & (speedup >= spec.options["p"])).astype(float)
+    tasks = scores.groupby([samples["source"], samples["task"]])
+    if short := int((tasks.size() < k).sum()):
+        say(f"{spec.label}: {short} tasks have fewer than {k} samples; those missing count as failed")
+    if spec.kind == "pass_at_k":
+        values = tasks.agg(lambda own: pass_at_k(max(len(own), k), int((own >= 1.0).sum()), k))
+    else:
+        values = tasks.sum() / tasks.size().clip(lower=k)
+    return float(values.groupby("source").mean().mean())
 
 
-def level_figures(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Which logged keys say what of which level of a hierarchy of groups (``<method>/level_<k>/<figure>``).
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
-    Returns:
-        Key by figure by ``<method> level <k>``, levels in order, figures in that of `LEVEL_FIGURES`.
-    """
-    found = _figures(keys, r"([^/]+/level_\d+)", LEVEL_FIGURES)
-    levels = {name: name.split("/level_") for name in found}
-    order = sorted(levels, key=lambda name: (levels[name][0], int(levels[name][1])))
-    return {" level ".join(levels[name]): found[name] for name in order}
-
-
-def _figures(keys: Iterable[str], owner: str, figures: Sequence[str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    known = sorted(set(keys))
-    for figure in figures:
-        for key in known:
-            if match := re.fullmatch(f"{owner}/{re.escape(figure)}", key):
-                found.setdefault(match[1], {})[figure] = key
-    return dict(sorted(found.items()))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Noise
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its confidence interval.
-
-    Attributes:
-        value: the estimate, a mean or a difference of means.
-        low, high: ends of the interval.
-        dof: degrees of freedom of Student's t; infinite where there is no spread at all.
-    """
-
-    value: float
-    low: float
-    high: float
-    dof: float
-
-    def holds(self, value: float) -> bool:
-        """Is `value` inside (ends included, and rounding forgiven)?"""
-        slack = 1e-9 * max(abs(self.low), abs(self.high))
-        return self.low - slack <= value <= self.high + slack
-
-
-def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval | None:
-    """Student's confidence interval of a mean; None for fewer than two values.
+    It is the probability that `k` samples, drawn from the `n` without replacement, hold a correct one.
 
     Args:
-        values: one a seed.
-        level: of confidence, in (0, 1).
-    """
-    if len(values) < 2:
-        return None
-    mean, dof = statistics.fmean(values), len(values) - 1
-    half = student_t_quantile((1 + level) / 2, dof) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half, float(dof))
-
-
-def welch(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> Interval | None:
-    """Welch's confidence interval of the difference of two means, mean(ours) - mean(theirs).
-
-    The variances need not be equal; degrees of freedom by Welch and Satterthwaite. Without any spread in both the
-    interval is the difference itself.
-
-    Args:
-        ours, theirs: one value a seed.
-        level: of confidence, in (0, 1).
-
-    Returns:
-        The interval, or None if one side has fewer than two values: the noise is then unknown.
-    """
-    if len(ours) < 2 or len(theirs) < 2:
-        return None
-    difference = statistics.fmean(ours) - statistics.fmean(theirs)
-    parts = [statistics.variance(values) / len(values) for values in (ours, theirs)]
-    total = sum(parts)
-    largest = max(parts)
-    if largest == 0:
-        return Interval(difference, difference, difference, math.inf)
-    # Scaled by the larger part: squares of tiny variances would underflow.
-    scaled = [part / largest for part in parts]
-    dof = sum(scaled) ** 2 / sum(s**2 / (len(v) - 1) for s, v in zip(scaled, (ours, theirs), strict=True))
-    half = student_t_quantile((1 + level) / 2, dof) * math.sqrt(total)
-    return Interval(difference, difference - half, difference + half, dof)
-
-
-@functools.lru_cache(maxsize=1024)
-def student_t_quantile(probability: float, dof: float) -> float:
-    """Quantile of Student's t distribution, to 1e-9 of the probability and far better for the usual levels.
-
-    With t = sqrt(dof) tan(a) the density is that of cos(a)^(dof - 1), which is integrated from 0 to the angle by Gauss
-    and Legendre's rule and inverted by bisection; the integral to pi/2 is known (Abramowitz and Stegun 6.2.1).
-
-    Args:
-        probability: in (0, 1).
-        dof: degrees of freedom, at least 1, whole or not.
+        samples: n, samples of the task.
+        correct: c, how many of them are correct.
+        k: size of the draw, at most n.
 
     Raises:
-        ValueError: a probability or a number of degrees out of range.
+        ValueError: unless 0 <= c <= n and 1 <= k <= n.
     """
-    if not 0 < probability < 1:
-        raise ValueError(f"the probability must lie in (0, 1), not {probability}")
-    if not 1 <= dof < math.inf:
-        raise ValueError(f"the degrees of freedom must be at least 1 and finite, not {dof}")
-    nodes, weights = _gauss_legendre()
-    whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
-    inside = abs(2 * probability - 1)  # of |t|
-    low, high = 0.0, math.pi / 2 if inside else 0.0
-    while low < (middle := (low + high) / 2) < high:
-        integral = middle / 2 * float(weights @ numpy.cos(middle * (nodes + 1) / 2) ** (dof - 1))
-        low, high = (middle, high) if integral < inside * whole else (low, middle)
-    return math.copysign(math.sqrt(dof) * math.tan(high), probability - 0.5)
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {correct} correct ones among {samples} samples")
+    # Whole numbers until the last division, which Python rounds exactly.
+    draws = math.comb(samples, k)
+    return (draws - math.comb(samples - correct, k)) / draws
 
 
-@functools.cache
-def _gauss_legendre() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Nodes in (-1, 1) and weights."""
-    return numpy.polynomial.legendre.leggauss(256)
+def _samples(spec: MetricSpec, run: Run, say: Say) -> pandas.DataFrame:
+    """Samples of the last validation with their ``source``, which is the same for all if none is asked for."""
+    try:
+        dump = last_dump(run.path / VALIDATION_FOLDER, run.end)
+        samples, problems = read_dump(dump)
+        samples = samples.assign(source="")
+        wanted = spec.options.get("source", ())
+        wanted = [wanted] if isinstance(wanted, str) else wanted
+        # With one data set there is nothing to tell apart.
+        if wanted and len(run.sources) != 1:
+            sources, unplaced = sources_of(dump, run.sources)
+            said = "no sample of data source {} is in the validation dump"
+            names = matching(wanted, sorted(set(sources.values())), said)
+            samples["source"] = samples["task"].map(sources)
+            samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
+    except DumpMissing as error:
+        raise MetricMissing(str(error)) from error
+    for text in problems:
+        say(text)
+    return samples
+
+
+def _field(samples: pandas.DataFrame, spec: MetricSpec, option: str, names: Sequence[str]) -> pandas.Series:
+    """A number of each sample; NaN if it is null."""
+    wanted = [spec.options[option]] if option in spec.options else names
+    for name in wanted:
+        if name in samples:
+            return samples[name].map(lambda value: float(value) if isinstance(value, int | float) else math.nan)
+    there = ", ".join(sorted(set(samples) - {"task", "source"}))
+    raise MetricMissing(f"the validation dump has no field {' or '.join(map(repr, wanted))}; it has {there}")

@@ -8,39 +8,18 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pandas
 
-from verl_ext.reproduce.collect import (
-    AGENT_SPIKE,
-    FIGURE_WINDOW,
-    NOT_SHOWN,
-    OPPOSITE,
-    SHOWN,
-    UNKNOWN,
-    Beside,
-    CellResult,
-    CollectError,
-    Difference,
-    Result,
-    Summary,
-    collect,
-)
-from verl_ext.reproduce.metrics import Interval
-from verl_ext.reproduce.tables import MetricSpec, Published, Scale, Table
+from verl_ext.reproduce.collect import AGENT_SPIKE, FIGURE_WINDOW, CollectError, Result, collect, summarised
+from verl_ext.reproduce.tables import MetricSpec, Scale, Table
 
 LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number"
-
-VERDICTS = {
-    SHOWN: "shown in the claim's direction",
-    NOT_SHOWN: "not shown (inside the noise)",
-    OPPOSITE: "opposite",
-}
-NOISE = {SHOWN: "better, outside the noise", NOT_SHOWN: "inside the noise", OPPOSITE: "worse, outside the noise"}
-ONE_SEED = "one seed: noise unknown"
+FULL = "Full scale: the paper's setting, as far as it is known"
 
 CERTAINTIES = {
     "certain": "read in the paper's text, public code or a launch script",
@@ -56,105 +35,11 @@ WIDEST = 8
 """Metrics that stand side by side on a page; more stand below each other."""
 
 NAMES = ("table.md", "table.csv", "table.json", "table.png")
-
-
-def write(result: Result) -> list[Path]:
-    """Write the table's four files into its folder.
-
-    Returns:
-        Their paths.
-    """
-    result.folder.mkdir(parents=True, exist_ok=True)
-    paths = [result.folder / name for name in NAMES]
-    paths[0].write_text(markdown(result), encoding="utf-8")
-    paths[1].write_text(csv_text(result), encoding="utf-8")
-    paths[2].write_text(json.dumps(plain(result), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw(result, paths[3])
-    return paths
-
-
-def caption(result: Result) -> str:
-    """What the table is, in a line: it stands over every form of it."""
-    if result.scale.name == "laptop":
-        return LAPTOP
-    return "Full scale: the paper's setting, as far as it is known"
-
-
-# --- numbers as text ----------------------------------------------------------------------------------------------
-
-
-def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
-    """A value with its metric's digits.
-
-    Args:
-        value: in the metric's shown unit; None gives ``-``.
-        spec: the metric.
-        sign: write a sign always.
-        size: magnitude of the numbers that stand together (default: of the value). Where the metric's digits would
-            show them all as 0, they are written with an exponent.
-    """
-    if value is None or not math.isfinite(value):
-        return "-"
-    size = abs(value) if size is None else size
-    style = ".1e" if 0 < size < 0.5 * 10**-spec.digits else f",.{spec.digits}f"
-    return f"{value:{'+' if sign else ''}{style}}"
-
-
-def summary_text(summary: Summary, spec: MetricSpec, seeds: int) -> str:
-    """Mean and deviation of a cell: ``0.71 ± 0.02``, and of how many seeds if not of all."""
-    if summary.unreached:
-        return f"not reached ({len(summary.unreached)} of {seeds})"
-    if summary.mean is None:
-        return "-"
-    size = max(abs(summary.mean), summary.std or 0.0)
-    text = number(summary.mean, spec, size=size)
-    if summary.std is not None:
-        text += f" ± {number(summary.std, spec, size=size)}"
-    return text + (f" ({len(summary.known)} of {seeds} seeds)" if len(summary.known) < seeds else "")
-
-
-def difference_texts(difference: Difference, spec: MetricSpec) -> tuple[str, str]:
-    """A difference and its interval ``[low, high]``, or ``-`` if there is none."""
-    interval = difference.interval
-    if interval is None:
-        return number(difference.value, spec, sign=True), "-"
-    size = max(abs(interval.low), abs(interval.high))
-    value, low, high = (
-        number(one, spec, sign=True, size=size) for one in (difference.value, interval.low, interval.high)
-    )
-    return value, f"[{low}, {high}]"
-
-
-def verdict_text(result: Result, difference: Difference) -> str:
-    """What a difference to the baseline says at the table's scale."""
-    words = VERDICTS if result.scale.name == "laptop" else NOISE
-    if difference.verdict == UNKNOWN:
-        return ONE_SEED
-    if result.scale.metrics[difference.metric].higher is None:
-        return f"{'inside' if difference.verdict == NOT_SHOWN else 'outside'} the noise (no direction is better)"
-    return words[difference.verdict]
-
-
-def paper_verdict(beside: Beside) -> str:
-    """Whether the paper's number is inside our noise."""
-    if beside.ours is None:
-        return "no value of ours"
-    if beside.inside is None:
-        return ONE_SEED
-    return "inside the noise" if beside.inside else "outside the noise"
-
-
-def head(spec: MetricSpec) -> str:
-    """A metric's label with its unit and the direction that is better, if there is one."""
-    arrow = "" if spec.higher is None else " ↑" if spec.higher else " ↓"
-    return f"{spec.label}{' (%)' if spec.percent else ''}{arrow}"
-
-
-# --- Markdown -----------------------------------------------------------------------------------------------------
+PANELS_A_ROW = 3
 
 
 def main(table: Table, scale: str, out: Path) -> int:
-    """Collect a table, write its files and print it.
+    """Collect a table, write its four files and print it.
 
     Args:
         table, scale, out: as in `collect`.
@@ -167,10 +52,70 @@ def main(table: Table, scale: str, out: Path) -> int:
     except CollectError as error:
         print(f"verl-ext reproduce: {error}", file=sys.stderr)
         return 1
-    print(markdown(result))
-    for path in write(result):
-        print(path)
+    page = markdown(result)
+    result.folder.mkdir(parents=True, exist_ok=True)
+    paths = [result.folder / name for name in NAMES]
+    paths[0].write_text(page, encoding="utf-8")
+    paths[1].write_text(csv_text(result), encoding="utf-8")
+    paths[2].write_text(json.dumps(plain(result), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draw(result, paths[3])
+    print("\n".join([page, *map(str, paths)]))
     return 0
+
+
+def caption(result: Result) -> str:
+    """What the table is, in a line: it stands over every form of it."""
+    return LAPTOP if result.scale.name == "laptop" else FULL
+
+
+# --- numbers as text ----------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
+    """A value with its metric's digits.
+
+    Args:
+        value: in the metric's shown unit; None or NaN gives ``-``.
+        spec: the metric.
+        sign: write a sign always.
+        size: magnitude of the numbers that stand together (default: of the value). Where the metric's digits would
+            show them all as 0, they are written with an exponent.
+    """
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value) if size is None else size
+    style = ".1e" if 0 < size < 0.5 * 10**-spec.digits else f",.{spec.digits}f"
+    return f"{value:{'+' if sign else ''}{style}}"
+
+
+def summary_text(row: Mapping[str, Any], spec: MetricSpec) -> str:
+    """A row of `summarised`: ``0.71 ± 0.02``, and of how many seeds if not of all."""
+    known, runs, unreached = (int(row[key]) for key in ("known", "runs", "unreached"))
+    if unreached:
+        return f"not reached ({unreached} of {runs})"
+    if not known:
+        return "-"
+    size = numpy.nanmax([abs(row["mean"]), row["std"]])
+    text = number(row["mean"], spec, size=size)
+    if known > 1:
+        text += f" ± {number(row['std'], spec, size=size)}"
+    return text + (f" ({known} of {runs} seeds)" if known < runs else "")
+
+
+def difference_texts(row: Any, spec: MetricSpec) -> list[str]:
+    """A difference, its interval ``[low, high]``, and the effect that could have been shown; ``-`` if unknown."""
+    size = numpy.nanmax(numpy.abs([row.difference, row.low, row.high]))
+    value, low, high = (number(one, spec, sign=True, size=size) for one in (row.difference, row.low, row.high))
+    return [value, "-" if low == "-" else f"[{low}, {high}]", number(row.detectable, spec, size=size)]
+
+
+def head(spec: MetricSpec) -> str:
+    """A metric's label with its unit and the direction that is better, if there is one."""
+    arrow = "" if spec.higher is None else " ↑" if spec.higher else " ↓"
+    return f"{spec.label}{' (%)' if spec.percent else ''}{arrow}"
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
 
 
 def markdown(result: Result) -> str:
@@ -181,7 +126,6 @@ def markdown(result: Result) -> str:
     import jinja2
 
     table, scale, full = result.table, result.scale, result.table.full
-    shown = [one for one in result.cells.values() if one.seeds]
     pages = jinja2.Environment(
         loader=jinja2.PackageLoader("verl_ext.reproduce", "assets"),
         trim_blocks=True,
@@ -189,126 +133,132 @@ def markdown(result: Result) -> str:
         undefined=jinja2.StrictUndefined,
     )
     pages.filters["line"] = _inline
+    alone = [one for one in table.published if not full.cells[one.cell].runnable]
+    beside = [row for row in result.beside.itertuples() if full.cells[row.cell].runnable]
     page = pages.get_template("table.md.jinja").render(
         table=table,
         scale=scale,
         laptop=scale.name == "laptop",
         caption=caption(result),
         grid=_grid,
-        cells=_cell_rows(scale, shown),
-        one_seed=all(len(one.seeds) <= 1 for one in shown),
+        cells=_cell_rows(result),
+        one_seed=result.ends["seed"].groupby(result.ends["cell"]).size().max() == 1,
         differences=_difference_rows(result),
-        published=lambda numbers: _published_rows(numbers, full),
-        published_only=[one for one in table.published if not full.cells[one.cell].runnable],
-        beside=[_beside_row(one, full) for one in result.beside if full.cells[one.published.cell].runnable],
+        published=_published_rows(table.published if scale.name == "laptop" else alone, full),
+        published_only=bool(alone),
+        beside=[[*_paper(row, full), *_beside_numbers(row, full), row.verdict, row.note] for row in beside],
         certainties=[(m, text) for m, text in CERTAINTIES.items() if m in {one.certainty for one in table.published}],
         figures=[
-            ("Agents", *_figure_rows("agent", [(one, one.agents) for one in shown])),
-            ("Levels of the hierarchy of groups", *_figure_rows("level", [(one, one.levels) for one in shown])),
+            (title, *_figure_rows(result, what))
+            for title, what in (("Agents", "agent"), ("Levels of the hierarchy of groups", "level"))
         ],
         lists=[
-            ("Cells", [f"{one.cell.label}: {one.cell.note}" for one in shown if one.cell.note]),
+            ("Cells", [f"{one.label}: {one.note}" for one in _shown(result) if one.note]),
             ("Missing, left out or odd", result.problems),
             ("What paper and code leave open", table.open if scale.name == "full" else ()),
-            ("Runs", _run_facts(result, shown)),
+            ("Runs", _run_facts(result)),
         ],
         commands=result.commands,
-    )  # fmt: skip
+    )
     return page.rstrip() + "\n"
 
 
-def _cell_rows(scale: Scale, cells: Sequence[CellResult]) -> str:
-    rows = []
-    for one in cells:
-        label = one.cell.label + (" (baseline)" if one.cell.name == scale.baseline else "")
-        values = (summary_text(one.metrics[name], spec, len(one.seeds)) for name, spec in scale.metrics.items())
-        rows.append([label, *values, str(len(one.seeds))])
-    return _grid(["", *map(head, scale.metrics.values()), "seeds"], rows)
+def _shown(result: Result) -> list[Any]:
+    """Cells that have runs."""
+    return [cell for name, cell in result.scale.cells.items() if name in set(result.ends["cell"])]
+
+
+def _cell_rows(result: Result) -> str:
+    metrics, rows = result.scale.metrics, []
+    for cell in _shown(result):
+        label = cell.label + (" (baseline)" if cell.name == result.scale.baseline else "")
+        values = [summary_text(result.summary.loc[cell.name, name], spec) for name, spec in metrics.items()]
+        rows.append([label, *values, str((result.ends["cell"] == cell.name).sum())])
+    return _grid(["", *map(head, metrics.values()), "seeds"], rows)
 
 
 def _difference_rows(result: Result) -> list[tuple[str, list[list[str]], list[str]]]:
     """For each cell that others are set against: its label, rows, and what has no difference to it."""
     out = []
-    for other in dict.fromkeys(one.baseline for one in result.differences):
-        own = {(one.cell, one.metric): one for one in result.differences if one.baseline == other}
-        rows, lacking = [], []
-        for cell in dict.fromkeys(name for name, _ in own):
-            label = result.cells[cell].cell.label
-            for metric, spec in result.scale.metrics.items():
-                if one := own.get((cell, metric)):
-                    rows.append([label, head(spec), *difference_texts(one, spec), verdict_text(result, one)])
-                else:
-                    lacking.append(f"{label} in {spec.label}")
-        out.append((result.cells[other].cell.label, rows, lacking))
+    cells, metrics = result.scale.cells, result.scale.metrics
+    for other, own in result.differences.groupby("baseline", sort=False):
+        rows = [
+            [cells[row.cell].label, head(spec), *difference_texts(row, spec), row.verdict]
+            for row in own.itertuples()
+            for spec in [metrics[row.metric]]
+        ]
+        there = set(zip(own["cell"], own["metric"], strict=True))
+        names = [(cell, metric) for cell in own["cell"].unique() for metric in metrics]
+        lacking = [
+            f"{cells[cell].label} in {metrics[metric].label}" for cell, metric in names if (cell, metric) not in there
+        ]
+        out.append((cells[other].label, rows, lacking))
     return out
 
 
-def _beside_row(beside: Beside, full: Scale) -> list[str]:
-    one, relative = beside.published, beside.published.relative_to is not None
-    what, spec = _paper_quantity(one, full)
-    numbers = number(beside.ours, spec, sign=relative), number(beside.gap, spec, sign=True)
-    paper = _paper_number(one.value, spec, relative)
-    return [what, head(spec), paper, one.certainty, *numbers, paper_verdict(beside), one.note]
+def _paper(one: Any, scale: Scale) -> list[str]:
+    """Whose number of the paper it is, of what, and the number, never with fewer digits than were published."""
+    what, spec = _paper_quantity(one, scale)
+    text = f"{one.value:{'+' if one.relative_to else ''},.10f}".rstrip("0").rstrip(".")
+    if len(text.partition(".")[2]) < spec.digits:
+        text = number(one.value, spec, sign=bool(one.relative_to))
+    return [what, head(spec), text, one.certainty]
 
 
-def _published_rows(published: Sequence[Published], scale: Scale) -> str:
-    """Numbers of the paper as a table of its own: a row for each cell, certainty and note."""
-    heads: dict[str, None] = {}
-    values: dict[tuple[str, str, str], dict[str, str]] = {}
-    for one in published:
-        what, spec = _paper_quantity(one, scale)
-        heads[head(spec)] = None
-        row = values.setdefault((what, one.certainty, one.note), {})
-        row[head(spec)] = _paper_number(one.value, spec, one.relative_to is not None)
-    noted = any(note for _, _, note in values)
-    rows = [
-        [what, certainty, *(own.get(name, "") for name in heads), *([note] if noted else [])]
-        for (what, certainty, note), own in values.items()
-    ]
-    return _grid(["", "certainty", *heads, *(["note"] if noted else [])], rows, others=3 if noted else 2)
+def _beside_numbers(row: Any, scale: Scale) -> list[str]:
+    _, spec = _paper_quantity(row, scale)
+    return [number(row.ours, spec, sign=bool(row.relative_to)), number(row.gap, spec, sign=True)]
 
 
-def _paper_quantity(published: Published, scale: Scale) -> tuple[str, MetricSpec]:
-    """Whose number it is, and of what."""
-    what, spec = scale.cells[published.cell].label, scale.metrics[published.metric]
-    if published.relative_to is None:
+def _paper_quantity(one: Any, scale: Scale) -> tuple[str, MetricSpec]:
+    what, spec = scale.cells[one.cell].label, scale.metrics[one.metric]
+    if not one.relative_to:
         return what, spec
-    other = scale.cells[published.relative_to].label
-    if published.ratio:
+    other = scale.cells[one.relative_to].label
+    if one.ratio:
         return f"{what} against {other}", replace(spec, label=f"change of {spec.label}", percent=True, digits=1)
     return f"{what} less {other}", spec
 
 
-def _paper_number(value: float, spec: MetricSpec, relative: bool) -> str:
-    """As the paper writes it: never with fewer digits than were published."""
-    text = f"{value:{'+' if relative else ''},.10f}".rstrip("0").rstrip(".")
-    digits = len(text.partition(".")[2])
-    return text if digits >= spec.digits else number(value, spec, sign=relative)
+def _published_rows(published: Sequence[Any], scale: Scale) -> str:
+    """Numbers of the paper as a table of its own: a row for each cell, certainty and note."""
+    if not published:
+        return ""
+    rows = [[*_paper(one, scale), one.note] for one in published]
+    frame = pandas.DataFrame(rows, columns=["", "metric", "value", "certainty", "note"])
+    wide = frame.pivot_table("value", ["", "certainty", "note"], "metric", "first", sort=False, fill_value="")
+    wide = wide.reindex(columns=frame["metric"].unique()).reset_index()
+    wide = wide[["", "certainty", *frame["metric"].unique(), *(["note"] if any(frame["note"]) else [])]]
+    return _grid(list(wide), wide.values.tolist(), others=len(wide.columns) - frame["metric"].nunique())
 
 
-def _figure_rows(what: str, cells: Sequence[tuple[CellResult, Mapping[str, Mapping[str, Summary]]]]) -> tuple[str, str]:
+def _figure_rows(result: Result, what: str) -> tuple[str, str]:
     """The figures of agents or levels as a table, empty if there are none, and what they are."""
-    names = list(dict.fromkeys(key for _, own in cells for values in own.values() for key in values))
+    own = result.figures[result.figures["what"] == what]
+    names = [
+        *own.loc[own["figure"] != AGENT_SPIKE, "figure"].unique(),
+        *own.loc[own["figure"] == AGENT_SPIKE, "figure"][:1],
+    ]
     spec = MetricSpec(name="", label="", kind="last", options={})
+    found = summarised(own, ["cell", "owner", "figure"])
     rows = []
-    for one, own in cells:
-        for name, values in own.items():
-            texts = [summary_text(values[key], spec, len(one.seeds)) if key in values else "-" for key in names]
-            rows.append([one.cell.label, name, *texts])
+    for cell in _shown(result):
+        for owner in own.loc[own["cell"] == cell.name, "owner"].unique():
+            keys = [(cell.name, owner, name) for name in names]
+            texts = [summary_text(found.loc[key], spec) if key in found.index else "-" for key in keys]
+            rows.append([cell.label, owner, *texts])
     note = f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds."
     note += f" The {AGENT_SPIKE}: of all steps." if AGENT_SPIKE in names else ""
     heads = ["", what, *(name if " " in name else f"`{name}`" for name in names)]
     return _grid(heads, rows, others=len(heads)) if rows else "", note
 
 
-def _run_facts(result: Result, cells: Sequence[CellResult]) -> list[str]:
-    scale = result.scale
-    facts = []
-    for one in cells:
-        ends = sorted(set(one.steps.values()))
-        steps = f"{ends[0]}" if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
-        seeds = ", ".join(map(str, one.seeds))
-        facts.append(f"{one.cell.label} (`{one.cell.name}`): seeds {seeds}; steps used: {steps}")
+def _run_facts(result: Result) -> list[str]:
+    scale, facts = result.scale, []
+    for cell in _shown(result):
+        own = result.ends[result.ends["cell"] == cell.name]
+        steps = " to ".join(map(str, sorted({own["step"].min(), own["step"].max()})))
+        facts.append(f"{cell.label} (`{cell.name}`): seeds {', '.join(map(str, own['seed']))}; steps used: {steps}")
     if scale.task:
         facts.append(f"task: `{scale.task}` on the embedded CPU model")
     if scale.models:
@@ -337,120 +287,59 @@ def _inline(text: str) -> str:
 
 # --- CSV and JSON -------------------------------------------------------------------------------------------------
 
-CSV_FIELDS = (
-    "scale", "cell", "label", "metric", "percent", "higher", "mean", "std", "seeds", "values", "unreached",
-    "baseline", "difference", "low", "high", "verdict",
-    "paper", "paper_relative_to", "paper_ratio", "certainty", "paper_gap", "paper_verdict",
-)  # fmt: skip
-
 
 def csv_text(result: Result) -> str:
     """One line a cell and metric, or more where it is set against several cells or published several times.
 
-    ``values`` are ``seed:value`` joined by spaces, numbers in full precision. With ``paper_ratio`` the paper's number
-    and ours are changes in percent from ``paper_relative_to``, without it differences.
+    ``values`` are ``seed:value`` joined by spaces, numbers in full precision.
     """
-    data, lines = plain(result), []
-    for cell, own in result.cells.items():
-        for name, summary in own.metrics.items():
-            line = {
-                **_fields(result.scale.metrics[name], "percent", "higher"),
-                **_fields(summary, "mean", "std"),
-                "scale": result.scale.name,
-                "cell": cell,
-                "label": own.cell.label,
-                "metric": name,
-                "seeds": len(own.seeds),
-                "values": " ".join(f"{s}:{'' if v is None else v}" for s, v in sorted(summary.values.items())),
-                "unreached": " ".join(map(str, summary.unreached)),
-            }
-            against, beside = (
-                [one for one in data[what] if (one["cell"], one["metric"]) == (cell, name)]
-                for what in ("differences", "beside")
-            )
-            # A quantity may be published twice, as itself and as a difference.
-            papers = [
-                {"paper": one["paper"], "certainty": one["certainty"]}
-                | {f"paper_{key}": one[key] for key in ("relative_to", "ratio", "gap", "verdict")}
-                for one in beside
-            ]
-            first, *further = [one | (one["interval"] or {}) for one in against] or [{}]
-            lines += [line | first | paper for paper in papers or [{}]] + [line | one for one in further]
-    return pandas.DataFrame(lines, columns=list(CSV_FIELDS), dtype=object).to_csv(index=False)
+    on = ["cell", "metric"]
+    scale = result.scale
+    lines = pandas.DataFrame([(cell, metric) for cell in scale.cells for metric in scale.metrics], columns=on)
+    seeds = result.values.groupby(on)[["seed", "value"]].apply(
+        lambda own: " ".join(f"{row.seed}:{row.value}" for row in own.dropna().itertuples())
+    )
+    lines = lines.merge(result.summary, "left", left_on=on, right_index=True)
+    lines = lines.merge(seeds.rename("values"), "left", left_on=on, right_index=True)
+    lines = lines.merge(result.differences, "left", on=on)
+    if len(result.beside):
+        papers = result.beside.rename(columns={"value": "paper"}).drop(columns=["low", "high"])
+        papers = papers.rename(
+            columns={key: f"paper_{key}" for key in ("verdict", "gap", "relative_to", "ratio", "note")}
+        )
+        lines = lines.merge(papers, "left", on=on)
+    lines.insert(0, "scale", scale.name)
+    lines.insert(2, "label", lines["cell"].map({name: cell.label for name, cell in scale.cells.items()}))
+    return lines.to_csv(index=False)
 
 
 def plain(result: Result) -> dict[str, Any]:
-    """The table as plain containers for JSON; what is unknown is null."""
+    """The table as plain containers for JSON: its frames as lists of rows; what is unknown is null."""
     table, scale = result.table, result.scale
+    frames = {
+        "values": result.values,
+        "summary": result.summary.reset_index(),
+        "differences": result.differences,
+        "beside": result.beside,
+        "steps": result.ends,
+        "figures": result.figures,
+    }
     return {
         "table": table.name,
-        **_fields(table, "title", "paper", "claim"),
+        **{key: getattr(table, key) for key in ("title", "paper", "claim")},
         "scale": scale.name,
         "caption": caption(result),
         "claim_tested": scale.claim,
         "baseline": scale.baseline,
-        "metrics": {
-            name: _fields(spec, "label", "kind", "percent", "higher") | {"options": dict(spec.options)}
-            for name, spec in scale.metrics.items()
-        },
-        "cells": {
-            name: {
-                "label": one.cell.label,
-                "steps": {str(seed): step for seed, step in one.steps.items()},
-                "metrics": {metric: _plain_summary(summary) for metric, summary in one.metrics.items()},
-                "agents": _plain_figures(one.agents),
-                "levels": _plain_figures(one.levels),
-            }
-            for name, one in result.cells.items()
-        },
-        "differences": [
-            _fields(one, "cell", "baseline", "metric")
-            | {"difference": one.value, "interval": _plain_interval(one.interval), "verdict": verdict_text(result, one)}
-            for one in result.differences
-        ],
-        "published": [
-            _fields(one, "cell", "metric", "value", "relative_to", "ratio", "certainty", "note")
-            for one in table.published
-        ],
-        "beside": [
-            _fields(one.published, "cell", "metric", "relative_to", "ratio", "certainty")
-            | {"paper": one.published.value, "ours": one.ours, "gap": one.gap}
-            | {"interval": _plain_interval(one.interval), "verdict": paper_verdict(one)}
-            for one in result.beside
-        ],
-        "versions": {name: list(own) for name, own in result.versions.items()},
-        "dates": list(result.dates) if result.dates else None,
-        "problems": list(result.problems),
-        "commands": list(result.commands),
+        "cells": {name: cell.label for name, cell in scale.cells.items()},
+        "metrics": {name: asdict(spec) for name, spec in scale.metrics.items()},
+        "published": [asdict(one) for one in table.published],
+        **{key: json.loads(frame.to_json(orient="records", double_precision=15)) for key, frame in frames.items()},
+        **{key: getattr(result, key) for key in ("versions", "dates", "problems", "commands")},
     }
-
-
-def _fields(one: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in names}
-
-
-def _plain_summary(summary: Summary) -> dict[str, Any]:
-    return {
-        **_fields(summary, "mean", "std"),
-        "n": len(summary.known),
-        "values": {str(seed): value for seed, value in sorted(summary.values.items())},
-        "reasons": {str(seed): reason for seed, reason in sorted(summary.reasons.items())},
-    }
-
-
-def _plain_figures(figures: Mapping[str, Mapping[str, Summary]]) -> dict[str, Any]:
-    return {name: {key: _plain_summary(one) for key, one in own.items()} for name, own in figures.items()}
-
-
-def _plain_interval(interval: Interval | None) -> dict[str, float | None] | None:
-    if interval is None:
-        return None
-    return _fields(interval, "low", "high") | {"dof": interval.dof if math.isfinite(interval.dof) else None}
 
 
 # --- picture ------------------------------------------------------------------------------------------------------
-
-PANELS_A_ROW = 3
 
 
 def draw(result: Result, path: Path) -> None:
@@ -464,40 +353,31 @@ def draw(result: Result, path: Path) -> None:
     from matplotlib import pyplot
 
     scale = result.scale
-    cells = [one for one in result.cells.values() if one.seeds]
-    colours = {one.cell.name: COLOURS[place % len(COLOURS)] for place, one in enumerate(cells)}
-    curves = [
-        ("training reward (mean of 5 steps)", 5, {one.cell.name: one.rewards for one in cells}),
-        ("validation", 1, {one.cell.name: one.validation for one in cells}),
-    ]
-    curves = [one for one in curves if any(curve for own in one[2].values() for curve in own.values())]
+    colours = {cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(_shown(result))}
     papers = _paper_marks(result)
-    base = result.cells[scale.baseline] if scale.baseline else None
-    rows = [one for one in result.cells.values() if one.seeds or any(one.cell.name in own for own in papers.values())]
-    panels = len(curves) + len(scale.metrics)
+    names = set(colours).union(*papers.values())
+    titles = list(result.curves["what"].unique())
+    panels = len(titles) + len(scale.metrics)
     columns = min(PANELS_A_ROW, panels)
     deep = math.ceil(panels / columns)
-    size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(rows)) * deep + 0.9)
+    size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(names)) * deep + 0.9)
     figure, axes = pyplot.subplots(deep, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
     places = list(axes.flat)
-    for axis, (label, width, own) in zip(places, curves, strict=False):
-        for name, by_seed in own.items():
-            _draw_curve(axis, by_seed, width, color=colours[name], label=scale.cells[name].label)
-        axis.set_title(label, fontsize=9)
+    for axis, title in zip(places, titles, strict=False):
+        for name, own in result.curves[result.curves["what"] == title].groupby("cell", sort=False):
+            _draw_curve(axis, own, 5 if "5 steps" in title else 1, color=colours[name], label=scale.cells[name].label)
+        axis.set_title(title, fontsize=9)
         axis.set_xlabel("training step", fontsize=8)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=8)
         axis.legend(frameon=False, fontsize=8, loc="best")
-    for axis, (name, spec) in zip(places[len(curves) :], scale.metrics.items(), strict=False):
-        marks = papers.get(name, {})
-        _draw_metric(axis, name, spec, [one for one in rows if one.seeds or one.cell.name in marks], colours, marks)
-        if base is not None and (mean := base.metrics[name].mean) is not None:
-            axis.axvline(mean, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
+    for axis, (name, spec) in zip(places[len(titles) :], scale.metrics.items(), strict=False):
+        _draw_metric(axis, result, name, spec, colours, papers.get(name, {}))
     for axis in places[panels:]:
         axis.set_visible(False)
     under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
-    if any(papers.values()):
+    if papers:
         under += "; open diamond: the paper's number (faint: not certain)"
     figure.suptitle(f"{result.table.title}\n{caption(result)}", fontsize=11)
     figure.supxlabel(under, fontsize=8, color="#555555")
@@ -505,12 +385,10 @@ def draw(result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_curve(axis: Any, by_seed: Mapping[int, Mapping[int, float]], width: int, *, color: str, label: str) -> None:
+def _draw_curve(axis: Any, own: pandas.DataFrame, width: int, *, color: str, label: str) -> None:
     """Mean and range over seeds of curves, each of which is smoothed by a running mean over `width` steps."""
-    seeds = [pandas.Series(curve).sort_index() for curve in by_seed.values() if curve]
-    if not seeds:
-        return
-    smooth = pandas.concat([one.rolling(width, min_periods=1).mean() for one in seeds], axis=1).sort_index()
+    wide = own.pivot(index="step", columns="seed", values="value")
+    smooth = wide.apply(lambda seed: seed.dropna().rolling(width, min_periods=1).mean())
     marker = "o" if len(smooth) <= 12 and width == 1 else None
     axis.plot(smooth.index, smooth.mean(axis=1), color=color, label=label, linewidth=1.8, marker=marker, markersize=3.5)
     axis.fill_between(smooth.index, smooth.min(axis=1), smooth.max(axis=1), color=color, alpha=0.15, linewidth=0)
@@ -519,43 +397,48 @@ def _draw_curve(axis: Any, by_seed: Mapping[int, Mapping[int, float]], width: in
 def _paper_marks(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
     """The paper's values of a metric by cell, with certainty; a difference is put on top of our baseline's mean."""
     marks: dict[str, dict[str, tuple[float, str]]] = {}
-    for beside in result.beside:
-        one = beside.published
-        value: float | None = one.value
-        if one.relative_to is not None:
-            base = result.cells[one.relative_to].metrics[one.metric].mean
-            value = None if base is None else base * (1 + one.value / 100) if one.ratio else base + one.value
-        if value is not None:
+    means = result.summary["mean"]
+    for one in result.beside.itertuples():
+        value = one.value
+        if one.relative_to:
+            base = means.get((one.relative_to, one.metric), math.nan)
+            value = base * (1 + value / 100) if one.ratio else base + value
+        if math.isfinite(value):
             marks.setdefault(one.metric, {}).setdefault(one.cell, (value, one.certainty))
     return marks
 
 
 def _draw_metric(
     axis: Any,
+    result: Result,
     name: str,
     spec: MetricSpec,
-    cells: Sequence[CellResult],
     colours: Mapping[str, str],
     papers: Mapping[str, tuple[float, str]],
 ) -> None:
     """A row a cell: seeds as points, their mean as a bar across the row."""
+    cells = [cell for cell in result.scale.cells.values() if cell.name in colours or cell.name in papers]
     for row, cell in enumerate(cells):
-        summary, colour = cell.metrics[name], colours.get(cell.cell.name, "#555555")
-        known = summary.known
-        # Seeds with nearly the same value lie beside each other instead of on top.
-        spread = [0.16 * (place - (len(known) - 1) / 2) for place in range(len(known))]
-        axis.scatter(known, [row + shift for shift in spread], color=colour, s=18, alpha=0.75, zorder=3)
-        if summary.mean is not None:
-            axis.plot([summary.mean] * 2, [row - 0.32, row + 0.32], color=colour, linewidth=2.4, zorder=2)
-        elif cell.seeds:
-            said = f"not reached ({len(summary.unreached)} of {len(cell.seeds)})" if summary.unreached else "no value"
-            axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=7,
-                      color="#555555")  # fmt: skip
-        if cell.cell.name in papers:
-            value, certainty = papers[cell.cell.name]
+        colour = colours.get(cell.name, "#555555")
+        if cell.name in colours:
+            own = result.values[(result.values["cell"] == cell.name) & (result.values["metric"] == name)]
+            known, summary = own["value"].dropna(), result.summary.loc[cell.name, name]
+            # Seeds with nearly the same value lie beside each other instead of on top.
+            spread = [row + 0.16 * (place - (len(known) - 1) / 2) for place in range(len(known))]
+            axis.scatter(known, spread, color=colour, s=18, alpha=0.75, zorder=3)
+            if math.isfinite(summary["mean"]):
+                axis.plot([summary["mean"]] * 2, [row - 0.32, row + 0.32], color=colour, linewidth=2.4, zorder=2)
+                if cell.name == result.scale.baseline:
+                    axis.axvline(summary["mean"], color="#888888", linewidth=0.8, linestyle=":", zorder=1)
+            else:
+                said = summary_text(summary, spec) if summary.unreached else "no value"
+                axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=7,
+                          color="#555555")  # fmt: skip
+        if cell.name in papers:
+            value, certainty = papers[cell.name]
             alpha = 1.0 if certainty == "certain" else 0.45
             axis.scatter([value], [row], marker="D", s=42, facecolor="none", edgecolor="black", alpha=alpha, zorder=4)
-    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.cell.label, 20) for cell in cells], fontsize=8)
+    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.label, 20) for cell in cells], fontsize=8)
     axis.set_ylim(len(cells) - 0.5, -0.5)
     axis.set_title(head(spec), fontsize=9)
     axis.grid(alpha=0.3, axis="x")

@@ -93,7 +93,6 @@ def test_settings_tell_configurations_apart_and_nothing_else(tmp_path: Path) -> 
         other = dataclasses.replace(cell, overrides={**cell.overrides, "actor_rollout_ref.rollout.n": 8})
         after = plan.settings(OTB, scale, other)
         assert plan.differences(settings, after) == ["actor_rollout_ref.rollout.n: was 4, is 8"]
-        assert plan.fingerprint(settings) != plan.fingerprint(after)
         assert "recipe/otb.yaml" in settings
     assert plan.differences({"recipe/otb.yaml": "0"}, {"recipe/otb.yaml": "1", "b": "2"}) == [
         "b: was not set, is 2",
@@ -125,19 +124,19 @@ def test_a_run_begins_goes_on_and_is_complete(tmp_path: Path) -> None:
     assert (record["table"], record["scale"], record["cell"], record["seed"]) == ("otb/samples", "laptop", "otb_n4", 0)
     assert (record["state"], record["steps"], record["extra"]) == ("started", 2, [])
     assert {"verl_ext", "verl", "torch"} <= set(record["versions"])
-    assert record["fingerprint"] == plan.fingerprint(plan.settings(OTB, LAPTOP, CELL))
-    (run,) = runs.find_runs(tmp_path, OTB, "laptop")
-    assert (run.cell, run.seed, run.steps, run.complete, run.fingerprint_ok) == ("otb_n4", 0, 0, False, True)
+    assert record["settings"] == plan.settings(OTB, LAPTOP, CELL)
+    (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
+    assert (run.cell, run.seed, run.steps, run.complete, run.problems) == ("otb_n4", 0, 0, False, [])
     log(folder, 0, 1)
-    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=2, extra=[], out=tmp_path)[2]
+    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=2, extra=[], out=tmp_path)[1]
     log(folder, 2)
     runs.end(folder, runs.COMPLETE, 0, 1.5)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
-    assert run.complete and run.steps == 2 and run.problems == () and run.versions == record["versions"]
+    assert run.complete and run.steps == 2 and run.problems == [] and run.record["versions"] == record["versions"]
     examine = dict(extra=[], out=tmp_path)
-    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=2, **examine)[2]
-    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=1, **examine)[2], "a longer run is one of fewer steps as well"
-    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=3, **examine)[2], "more steps: it goes on"
+    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=2, **examine)[1]
+    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=1, **examine)[1], "a longer run is one of fewer steps as well"
+    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=3, **examine)[1], "more steps: it goes on"
     begin(tmp_path, steps=3)
     after = json.loads((folder / "cell.json").read_text())
     assert after["seconds"] == 1.5 and after["started"] == record["started"] and after["steps"] == 3
@@ -155,38 +154,38 @@ def test_other_settings_in_the_folder_are_refused_by_name(tmp_path: Path) -> Non
     changed = dataclasses.replace(OTB, laptop=dataclasses.replace(LAPTOP, cells={**LAPTOP.cells, "otb_n4": other}))
     assert changed.laptop is not None
     (run,) = runs.find_runs(tmp_path, changed, changed.laptop)
-    assert not run.fingerprint_ok and run.complete and "was 4, is 8" in run.problems[0]
+    assert run.complete and "was 4, is 8" in run.problems[0]
 
 
 def test_a_folder_of_another_table_is_refused(tmp_path: Path) -> None:
     folder = finish(tmp_path)
     record = json.loads((folder / "cell.json").read_text())
     runs.write_record(folder, {**record, "table": "kpo/math", "cell": "kpo"})
-    with pytest.raises(runs.RunError, match="holds another run .kpo/math, laptop scale, cell kpo, seed 0"):
+    with pytest.raises(runs.RunError, match="says that this is kpo/math, laptop scale, cell kpo, seed 0"):
         begin(tmp_path)
-    (run,) = runs.find_runs(tmp_path, OTB, "laptop")
-    assert not run.fingerprint_ok and "says that this is kpo/math" in run.problems[0]
+    (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
+    assert "says that this is kpo/math" in run.problems[0]
 
 
 def test_a_folder_that_is_no_run_or_broken_is_refused(tmp_path: Path) -> None:
     folder = runs.folder_of(tmp_path, OTB, LAPTOP, "otb_n4", 0)
     folder.mkdir(parents=True)
     log(folder, 1)
-    with pytest.raises(runs.RunError, match="metrics.jsonl but no cell.json"):
+    with pytest.raises(runs.RunError, match="metrics or checkpoints but no cell.json"):
         begin(tmp_path)
     (folder / "cell.json").write_text('{"table": ')
     with pytest.raises(runs.RunError, match="cell.json cannot be read"):
         begin(tmp_path)
-    (run,) = runs.find_runs(tmp_path, OTB, "laptop")
+    (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert run.problems and not run.complete and run.steps == 1
-    assert runs.find_runs(tmp_path / "nowhere", OTB, "laptop") == []
+    assert runs.find_runs(tmp_path / "nowhere", OTB, LAPTOP) == []
 
 
 def test_runs_come_in_the_tables_order(tmp_path: Path) -> None:
     for seed in (10, 2):
         for name in ("otb_n4", "group_mean_n32"):
             begin(tmp_path, LAPTOP.cells[name], seed)
-    found = [(run.cell, run.seed) for run in runs.find_runs(tmp_path, OTB, "laptop")]
+    found = [(run.cell, run.seed) for run in runs.find_runs(tmp_path, OTB, LAPTOP)]
     assert found == [("group_mean_n32", 2), ("group_mean_n32", 10), ("otb_n4", 2), ("otb_n4", 10)]
 
 
@@ -387,7 +386,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
     log(folder, 0, 1, 2)
     assert run_here(Request(OTB, LAPTOP, [CELL], (0,), steps=2, out=tmp_path, collect=False)) == 0
     assert "was at step 2, goes on" in capsys.readouterr().out
-    (run,) = runs.find_runs(tmp_path, OTB, "laptop")
+    (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert run.complete
 
 

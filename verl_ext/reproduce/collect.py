@@ -198,7 +198,7 @@ class _LeftOut(ValueError):
 def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     """Complete runs of the table; all others are noted."""
     found = []
-    for folder in find_runs(out, table, scale.name):
+    for folder in find_runs(out, table, scale):
 
         def note(text: str, folder: RunFolder = folder) -> None:
             # The run's name stands before the text.
@@ -206,7 +206,7 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
             notes.add(text, folder.cell, folder.seed)
 
         try:
-            found.append((_read(folder, table, scale, note), folder.fingerprint_ok))
+            found.append((_read(folder, table, scale, note), not folder.problems))
         except _LeftOut as error:
             note(f"left out: {error}")
     # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
@@ -229,12 +229,12 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
 
 
 def _read(folder: RunFolder, table: Table, scale: Scale, note: Say) -> Run:
-    record, cell = folder.record, scale.cells.get(folder.cell)
-    if cell is None:
+    record = folder.record
+    if folder.cell not in scale.cells:
         raise _LeftOut(f"{table.name} has no such cell at {scale.name} scale")
     for problem in folder.problems:
         note(problem)
-    if any(record.get(key) != value for key, value in identity(table, scale, cell, folder.seed).items()):
+    if any(record.get(key) != value for key, value in identity(table, scale, folder.cell, folder.seed).items()):
         raise _LeftOut("it is not known as a run of this cell and seed")
     complete = record.get("state") == COMPLETE
     try:

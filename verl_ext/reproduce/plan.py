@@ -210,11 +210,6 @@ def _content(recipe: str) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def fingerprint(found: Mapping[str, str]) -> str:
-    """Of :func:`settings`: 16 hex digits."""
-    return hashlib.sha256(json.dumps(dict(found), sort_keys=True).encode()).hexdigest()[:16]
-
-
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """What changed from one :func:`settings` to another, a text a key."""
     texts = []

@@ -70,10 +70,8 @@ def jobs(request: Request) -> list[Job]:
     one, found = request, []
     for seed in one.seeds:
         for cell in one.cells:
-            folder, _, done = runs.examine(
-                one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out
-            )
-            found.append(Job(cell, seed, folder, done))
+            run, done = runs.examine(one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out)
+            found.append(Job(cell, seed, run.path, done))
     return found
 
 

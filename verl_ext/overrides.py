@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hydra overrides at the end of a command line of ``verl-ext``."""
+"""What the commands of ``verl-ext`` share: their errors, whole numbers, and the Hydra overrides at the end."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 
 OVERRIDE = re.compile(r"^(~[^=\s]+(=.*)?|\+{0,2}[^-=\s~+][^=\s]*=.*)$", re.DOTALL)
+
+
+class Failure(ValueError):
+    """What was asked for cannot be done; ``verl-ext`` prints the message and ends with 1."""
 
 
 class UsageError(ValueError):
@@ -29,3 +34,15 @@ def check_overrides(words: Sequence[str], command: str) -> None:
                 f"{override!r} is neither an option of `verl-ext {command}` (see --help) nor a Hydra override: "
                 "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
             )
+
+
+def count(text: str, least: int = 0) -> int:
+    """A whole number of a command line, for argparse."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return count(text, least=1)

@@ -26,6 +26,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from verl_ext.overrides import Failure, UsageError
+
 GROUP = "recipe"
 """Hydra's config group, and so the name of the folder that holds the files."""
 
@@ -40,11 +42,11 @@ TABLE_LINE = "# verl-ext table"
 _HEADER_FIELD = re.compile(r"^(summary|paper|kind):\s*(.*)$")
 
 
-class RecipeError(ValueError):
+class RecipeError(Failure):
     """A recipe cannot be found, read or composed."""
 
 
-class UnknownRecipeError(RecipeError):
+class UnknownRecipeError(RecipeError, UsageError):
     """No recipe has this name; the message lists the known ones."""
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from verl_ext.overrides import positive
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``verl-ext report``."""
@@ -20,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=_page, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument("--png", type=Path, default=None, metavar="FOLDER", help="also write a PNG of each panel")
     parser.add_argument(
-        "--smooth", type=_at_least_one, default=1, metavar="N", help="mean of the last N steps (default: 1, none)"
+        "--smooth", type=positive, default=1, metavar="N", help="mean of the last N steps (default: 1, none)"
     )
     parser.add_argument(
         "--group",
@@ -88,9 +90,3 @@ def _group(text: str) -> tuple[str, str]:
     if not (name and sign and pattern):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATTERN, such as grpo=*/grpo/*")
     return name, pattern
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf.message import DecodeError
 
+from verl_ext.overrides import Failure
 from verl_ext.report.records import RecordError, tensorboard_values, wandb_name, wandb_values
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _WANDB = "run-*.wandb"
 _NOT_METRICS = ("checkpoints", "rollouts", "rows", "validation", "hydra", ".hydra", "files")
 
 
-class LogError(ValueError):
+class LogError(Failure):
     """There are no metrics to read; the message says where they were looked for."""
 
 

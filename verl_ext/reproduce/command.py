@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.overrides import UsageError, check_overrides
+from verl_ext.overrides import Failure, UsageError, check_overrides, positive
 from verl_ext.reproduce import needs, plan, runs
 from verl_ext.reproduce.tables import (
     SCALES,
     Cell,
     Scale,
     Table,
-    TableError,
     UnknownTableError,
     find_cells,
     find_table,
@@ -49,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _scale(one)
     _cells(one)
     _out(one)
-    one.add_argument("--steps", type=_positive, default=None, help="training steps (default: the table's)")
+    one.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
 
     one = _with_table(actions.add_parser("prepare", help="bring the data sets of a table into verl's format"))
     one.add_argument("--from", dest="source", type=Path, default=None, help="local folder (default: from the hub)")
@@ -61,11 +60,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _scale(one)
     _cells(one)
     _out(one)
-    one.add_argument("--steps", type=_positive, default=None, help="training steps (default: the table's)")
+    one.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
     one.add_argument(
         "--submit", metavar="ADDRESS", default=None, help="as Ray jobs: address of the cluster's dashboard"
     )
-    one.add_argument("--at-once", type=_positive, default=1, help="jobs that may run at the same time (default: 1)")
+    one.add_argument("--at-once", type=positive, default=1, help="jobs that may run at the same time (default: 1)")
     one.add_argument("--no-wait", action="store_true", help="submit all jobs now and return")
     one.add_argument("--no-collect", action="store_true", help="do not write the table afterwards")
     one.add_argument("--no-check", action="store_true", help="do not look first for GPUs, packages and data")
@@ -99,33 +98,18 @@ def _out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=runs.DEFAULT_OUT, help="folder of all runs (default: %(default)s)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Carry out ``verl-ext reproduce``.
 
     Returns:
         0; 1 for a failure; 2 for what cannot be carried out as written; 130 after Ctrl-C.
     """
-    from verl_ext.reproduce.submit import SubmitError
-
     try:
         return _ACTIONS[args.action](args)
-    except UnknownTableError as error:
-        return _fail(args, error, 2)
     except BrokenPipeError:
         raise
-    except (TableError, runs.RunError, SubmitError, ImportError, OSError) as error:
-        return _fail(args, error, 1)
-
-
-def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
-    print(f"verl-ext reproduce {args.action}: {error}", file=sys.stderr)
-    return code
+    except (ImportError, OSError) as error:
+        raise Failure(f"{args.action}: {error}") from error
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Table, Scale]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
+from verl_ext.overrides import Failure
 from verl_ext.report.logs import read_lines
 from verl_ext.reproduce import plan
 from verl_ext.reproduce.tables import Cell, Scale, Table
@@ -28,7 +29,7 @@ DEFAULT_OUT = Path("runs") / "reproduce"
 STARTED, COMPLETE, FAILED = "started", "complete", "failed"
 
 
-class RunError(ValueError):
+class RunError(Failure):
     """A run folder cannot be used; the message names the folder and the remedy."""
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.overrides import Failure
 from verl_ext.reproduce import plan, runs
 from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 
@@ -28,7 +29,7 @@ PATIENCE = 5
 """Times that the cluster is asked before a lasting error is believed."""
 
 
-class SubmitError(RuntimeError):
+class SubmitError(Failure):
     """The cluster cannot be reached, or refuses a job."""
 
 

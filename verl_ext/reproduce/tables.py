@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from verl_ext.overrides import UsageError
 from verl_ext.recipes import RecipeError, recipes, suggestion, table_paths
 
 CERTAINTIES = ("certain", "abstract-or-blog", "secondary", "unverified")
@@ -64,7 +65,7 @@ class TableError(RecipeError):
     """A table file cannot be read as one; the message names the file and the key."""
 
 
-class UnknownTableError(TableError):
+class UnknownTableError(TableError, UsageError):
     """No table, cell or scale has this name; the message lists the known ones."""
 
 

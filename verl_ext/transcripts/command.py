@@ -8,6 +8,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from verl_ext.overrides import positive
 from verl_ext.transcripts import page
 from verl_ext.transcripts.read import OUTCOMES, Choice, TranscriptError, as_text, listing, read, step_files
 
@@ -35,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--limit",
-        type=_at_least_one,
+        type=positive,
         default=None,
         metavar="N",
         help=f"at most so many trajectories, the last ones (default: {LIST_LIMIT} in the list, {PAGE_LIMIT} on a page)",
@@ -81,9 +82,3 @@ def _steps(text: str) -> tuple[int, int]:
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a step (7) or a range of steps (3-7)")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

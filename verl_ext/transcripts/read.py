@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.overrides import Failure
+
 OUTCOMES = ("success", "failure", "error")
 FOLDER = "rollouts"
 """Where a run folder keeps its transcripts, by convention; the demo does."""
 
 
-class TranscriptError(ValueError):
+class TranscriptError(Failure):
     """There are no such transcripts. The message says what there is."""
 
 

@@ -163,15 +163,13 @@ def metrics(path: Path, reward: float, steps: int = 6, norms: bool = False) -> N
 def test_points_know_the_agents(tmp_path: Path) -> None:
     metrics(tmp_path / "metrics.jsonl", 0.8)
     points = read_metrics(tmp_path / "metrics.jsonl")
-    assert points[0].agents == {} and points[0].agent_norm("solver") is None
-    assert points[1].agent_norm("solver") == pytest.approx(2.0 * math.sqrt(0.9))
-    assert points[1].agent_norm("nobody") is None
-    norms = [points[2].agent_norm(name) or 0.0 for name in ("solver", "reviser")]
-    assert math.hypot(*norms) == pytest.approx(2.0)
-    assert estimated(points, ["solver", "reviser"])
+    assert math.isnan(points["agent/solver/norm"][0]) and points["train_reward"][6] == pytest.approx(0.8)
+    assert points["agent/solver/norm"][1] == pytest.approx(2.0 * math.sqrt(0.9))
+    assert math.hypot(*(points[f"agent/{name}/norm"][2] for name in ("solver", "reviser"))) == pytest.approx(2.0)
+    assert estimated(points, ["solver", "reviser"]) and not estimated(points, ["nobody"])
     metrics(tmp_path / "metrics.jsonl", 0.8, norms=True)
     points = read_metrics(tmp_path / "metrics.jsonl")
-    assert [points[-1].agent_norm(name) for name in ("solver", "reviser")] == [1.0, 6.75]
+    assert [points[f"agent/{name}/norm"][6] for name in ("solver", "reviser")] == [1.0, 6.75]
     assert not estimated(points, ["solver", "reviser"])
 
 
@@ -196,7 +194,7 @@ def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest
     points = read_metrics(tmp_path / "metrics.jsonl")
     draw(points, tmp_path / "one.png", "one", references={"random policy": 0.07})
     draw(points, tmp_path / "team.png", "team", references={"random policy": 0.07}, agents=("solver", "reviser"))
-    draw([], tmp_path / "none.png", "none", agents=("solver",))
+    draw(read_metrics(tmp_path / "none"), tmp_path / "none.png", "none", agents=("solver",))
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
     one, team, none = figures
     assert len(one.axes) == 1 and len(team.axes) == 3 and len(none.axes) == 3

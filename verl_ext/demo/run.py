@@ -15,7 +15,6 @@ import os
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.demo.curve import Point, draw, read_metrics
+import pandas
+
+from verl_ext.demo.curve import column, draw, read_metrics
 from verl_ext.demo.tasks import DemoError, DemoTask, choose, overrides
 
 
@@ -215,12 +216,12 @@ class Progress:
 
     def show(self, last: bool = False) -> None:
         points = read_metrics(self.path)
-        done = [point for point in points if point.train_reward is not None]
+        done = points["train_reward"].dropna()
         waited = time.time() - self.started
-        if not done:
-            text = "starting Ray and verl's workers" if not points else "first validation done"
+        if done.empty:
+            text = "starting Ray and verl's workers" if points.empty else "first validation done"
         else:
-            step = done[-1].step
+            step = int(done.index[-1])
             if self.first is None:
                 self.first = (step, time.time())
             rate = (time.time() - self.first[1]) / max(step - self.first[0], 1) if step > self.first[0] else 0.0
@@ -228,7 +229,7 @@ class Progress:
             if self.steps is not None:
                 of = f"/{self.steps}"
                 left = f", about {rate * (self.steps - step):.0f} s left" if rate and not last else ""
-            text = f"step {step}{of}  reward {done[-1].train_reward:.3f}{left}"
+            text = f"step {step}{of}  reward {done.iloc[-1]:.3f}{left}"
         if sys.stdout.isatty():
             print(f"\r\033[K{waited:5.0f} s  {text}", end="\n" if last else "", flush=True)
         elif text.split(",")[0] != self.shown:
@@ -237,51 +238,39 @@ class Progress:
 
 
 def summarize(
-    points: Sequence[Point], recipes: Sequence[str], seed: int, steps: int, task: DemoTask, chance: float
+    points: pandas.DataFrame, recipes: Sequence[str], seed: int, steps: int, task: DemoTask, chance: float
 ) -> dict[str, Any]:
     """Reward before and after: means over the first and the last five steps, and the first and last validation.
 
     Args:
-        points: of the run.
+        points: of the run, by :func:`verl_ext.demo.curve.read_metrics`.
         recipes, seed, steps: of the run, written as they are.
         task: its name and agents.
         chance: mean reward of a random policy.
     """
-    done = [point for point in points if point.train_reward is not None]
-    train = [point.train_reward for point in done if point.train_reward is not None]
-    val = [point.val_reward for point in points if point.val_reward is not None]
-    width = max(1, min(5, len(train) // 2))
-    agents = {}
-    for name in task.agents:
-        first, last = ([p.agents[name] for p in part if name in p.agents] for part in (done[:width], done[-width:]))
-        agents[name] = {
-            "score_before": _mean([one.score for one in first]),
-            "score_after": _mean([one.score for one in last]),
-            "energy_share_before": _mean([one.energy_share for one in first]),
-            "energy_share_after": _mean([one.energy_share for one in last]),
-        }
+    done = points[points["train_reward"].notna()]
+    width = max(1, min(5, len(done) // 2))
+
+    def ends(name: str, metric: str) -> dict[str, float]:
+        values = column(done, metric)
+        return {f"{name}_before": float(values[:width].mean()), f"{name}_after": float(values[-width:].mean())}
+
+    val = points["val_reward"].dropna().tolist() or [math.nan]
+    seconds, difference = column(points, "timing_s/step"), column(points, "training/rollout_probs_diff_max")
     return {
         "task": task.name,
         "recipes": list(recipes),
         "seed": seed,
         "steps": steps,
         "reward_random": chance,
-        "reward_before": _mean(train[:width]),
-        "reward_after": _mean(train[-width:]),
-        "val_before": val[0] if val else float("nan"),
-        "val_after": val[-1] if val else float("nan"),
-        "agents": agents,
-        "step_seconds_median": _median([point.step_seconds for point in points]),
-        "rollout_vs_trainer_prob_diff_max": max(
-            (point.prob_diff for point in points if point.prob_diff is not None), default=None
-        ),
+        **ends("reward", "train_reward"),
+        "val_before": val[0],
+        "val_after": val[-1],
+        "agents": {
+            name: ends("score", f"agent/{name}/score/mean")
+            | ends("energy_share", f"agent/{name}/gradient_energy_share")
+            for name in task.agents
+        },
+        "step_seconds_median": float(seconds.median()) if seconds.notna().any() else None,
+        "rollout_vs_trainer_prob_diff_max": float(difference.max()) if difference.notna().any() else None,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else float("nan")
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

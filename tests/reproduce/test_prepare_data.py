@@ -244,7 +244,7 @@ def test_a_record_without_a_column(tmp_path: Path) -> None:
     write(tmp_path / "aime24.jsonl", [{"problem": " ", "answer": "4"}])
     assert "nothing in the column 'problem'" in fails(find_source("aime24"), tmp_path / "out", tmp_path)
     (tmp_path / "aime24.jsonl").write_text("[1]\n")
-    assert "line 1: an object is expected" in fails(find_source("aime24"), tmp_path / "out", tmp_path)
+    assert "record 1: an object is expected" in fails(find_source("aime24"), tmp_path / "out", tmp_path)
 
 
 def test_a_missing_data_set_says_both_ways(tmp_path: Path) -> None:

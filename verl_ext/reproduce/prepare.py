@@ -16,7 +16,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,50 +190,36 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         PrepareError: it cannot be read to its end; the message names file and place.
     """
+    number = 0
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches():
-                    yield from batch.to_pylist()
-        elif path.suffix == ".json":
-            yield from _json_records(path)
-        else:
-            yield from _json_lines(path)
+        for number, record in enumerate(_raw_records(path), start=1):  # noqa: B007  (used after the loop)
+            if not isinstance(record, dict):
+                raise PrepareError(f"{path}, record {number}: an object is expected")
+            yield record
     except PrepareError:
         raise
     except (OSError, EOFError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise PrepareError(
-            f"{path} cannot be read to its end ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-            "It may have been cut short: fetch it again."
+            f"{path} cannot be read beyond record {number} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}). It may have been cut short: fetch it again."
         ) from error
 
 
-def _json_records(path: Path) -> list[dict[str, Any]]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(content, Mapping):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        content = lists[0] if len(lists) == 1 else content
-    if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
-        raise PrepareError(f"{path}: a list of objects is expected")
-    return content
+def _raw_records(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
 
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+        with pq.ParquetFile(path) as parquet:
+            for batch in parquet.iter_batches():
+                yield from batch.to_pylist()
+        return
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise PrepareError(
-                    f"{path}, line {number}: not JSON ({error}). It may have been cut short: fetch it again."
-                ) from error
-            if not isinstance(record, dict):
-                raise PrepareError(f"{path}, line {number}: an object is expected")
-            yield record
+        if path.suffix == ".json":
+            content = json.load(file)
+            lists = [one for one in content.values() if isinstance(one, list)] if isinstance(content, dict) else []
+            yield from lists[0] if len(lists) == 1 else content if isinstance(content, list) else [None]
+        else:
+            yield from (json.loads(line) for line in file if line.strip())
 
 
 def hub_records(source: Source) -> Iterator[dict[str, Any]]:
@@ -242,10 +228,8 @@ def hub_records(source: Source) -> Iterator[dict[str, Any]]:
     Raises:
         PrepareError: it cannot be fetched.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise PrepareError(f"{source.name}: the package datasets is not installed: pip install datasets") from error
+    import datasets
+
     try:
         found = datasets.load_dataset(source.hub, source.config, split=source.split)
     except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
@@ -286,70 +270,54 @@ def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -
     return value
 
 
-def _row(
-    source: Source, prompt: Sequence[Mapping[str, str]], truth: Any, number: int, ability: str, **extra: Any
-) -> dict[str, Any]:
+def _text(source: Source, record: Mapping[str, Any], field: str, number: int) -> str:
+    return str(_field(source, record, field, number)).strip()
+
+
+def _texts(source: Source, record: Mapping[str, Any], field: str, number: int) -> list[str]:
+    """Texts of a column that holds one or several."""
+    value = _field(source, record, field, number)
+    found = [str(one).strip() for one in (value if isinstance(value, list | tuple) else [value])]
+    if not any(found):
+        raise PrepareError(f"{source.name}, record {number}: no answer in {source.columns[field]!r}")
+    return [one for one in found if one]
+
+
+def _row(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A record as a row of verl's."""
+    at = (source, record)
+    extra: dict[str, Any] = {}
+    reward: dict[str, Any] = {"style": "rule"}
+    ability = source.kind
+    if source.kind == "math":
+        prompt: Any = _text(*at, "question", number)
+        if not source.name.endswith(PLAIN):
+            prompt = f"{prompt}\n\n{BOXED}"
+        reward["ground_truth"] = ", ".join(_texts(*at, "answer", number))
+    elif source.kind == "qa":
+        prompt = _text(*at, "question", number)
+        reward["ground_truth"] = {"target": _texts(*at, "answers", number)}
+    elif source.kind == "kernel_task":
+        # It is in verl's form already: the loop that plays it reads its own fields.
+        prompt = _field(*at, "messages", number)
+        reward = dict(_field(*at, "reward_model", number))
+        extra = {
+            key: one for key, one in dict(record.get(source.columns["extra_info"]) or {}).items() if key != "index"
+        }
+        ability = "kernel"
+    else:
+        prompt = reward["ground_truth"] = str(_field(*at, "code", number))
+        extra = {"level": int(_field(*at, "level", number)), "name": _text(*at, "name", number)}
+        extra["problem_id"] = int(_field(*at, "number", number))
+        ability = "kernel"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
     return {
         "data_source": source.data_source or source.base,
-        "prompt": [dict(message) for message in prompt],
+        "prompt": messages,
         "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": truth},
+        "reward_model": reward,
         "extra_info": {"index": number, **extra},
     }
-
-
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def _math(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
-    question = str(_field(source, record, "question", number)).strip()
-    answer = _field(source, record, "answer", number)
-    if isinstance(answer, list | tuple):
-        if not answer:
-            raise PrepareError(f"{source.name}, record {number}: no answer in {source.columns['answer']!r}")
-        answer = ", ".join(str(one) for one in answer)
-    text = question if source.name.endswith(PLAIN) else f"{question}\n\n{BOXED}"
-    return _row(source, _user(text), str(answer).strip(), number, "math")
-
-
-def _qa(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
-    question = str(_field(source, record, "question", number)).strip()
-    answers = _field(source, record, "answers", number)
-    accepted = [str(one) for one in ([answers] if isinstance(answers, str) else list(answers)) if str(one).strip()]
-    if not accepted:
-        raise PrepareError(f"{source.name}, record {number}: no answer in {source.columns['answers']!r}")
-    return _row(source, _user(question), {"target": accepted}, number, "qa")
-
-
-def _kernel_task(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A row that is in verl's form already: the loop that plays it reads its own fields."""
-    messages = _field(source, record, "messages", number)
-    if isinstance(messages, str):
-        messages = _user(messages)
-    reward_model = dict(_field(source, record, "reward_model", number))
-    extra = record.get(source.columns["extra_info"]) or {}
-    row = _row(source, messages, None, number, "kernel", **{k: v for k, v in dict(extra).items() if k != "index"})
-    row["reward_model"] = reward_model
-    return row
-
-
-def _kernel_code(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
-    code = str(_field(source, record, "code", number))
-    more = {
-        "level": int(_field(source, record, "level", number)),
-        "name": str(_field(source, record, "name", number)),
-        "problem_id": int(_field(source, record, "number", number)),
-    }
-    return _row(source, _user(code), code, number, "kernel", **more)
-
-
-_CONVERT: Mapping[str, Callable[[Source, Mapping[str, Any], int], dict[str, Any]]] = {
-    "math": _math,
-    "qa": _qa,
-    "kernel_task": _kernel_task,
-    "kernel_code": _kernel_code,
-}
 
 
 def environment_rows(source: Source) -> list[dict[str, Any]]:
@@ -453,10 +421,10 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
 
 
 def _rows(source: Source, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    convert, rows = _CONVERT[source.kind], []
+    rows = []
     for number, record in enumerate(records):
         try:
-            rows.append(convert(source, record, number))
+            rows.append(_row(source, record, number))
         except PrepareError:
             raise
         except (TypeError, ValueError) as error:  # a text where a number or an object is meant

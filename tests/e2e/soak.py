@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By hand: one run that is killed again and again at random times, and goes on each time with the same command.
+"""By hand: one run that is killed again and again at random moments, in its start and within its steps, and goes on
+each time with the same command.
 
     python tests/e2e/soak.py --kills 10 --steps 40 --out runs/soak
 
@@ -12,6 +13,7 @@ import argparse
 import collections
 import json
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -21,19 +23,16 @@ AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # take a minute to giv
 
 
 class Kill:
-    """When to kill: `seconds` after `steps` further lines of metrics."""
+    """When to kill: `seconds` after the start or, with a `step`, after that step is on record."""
 
-    def __init__(self, steps: int, seconds: float) -> None:
-        self.steps, self.seconds = steps, seconds
-        self.first: int | None = None
-        self.due: float | None = None
+    def __init__(self, step: int, seconds: float) -> None:
+        self.step, self.seconds = step, seconds
+        self.since: float | None = None
 
     def __call__(self, folder: Path) -> bool:
-        logged = steps_logged(folder)
-        self.first = logged if self.first is None else self.first
-        if self.due is None and logged >= self.first + self.steps:
-            self.due = time.monotonic() + self.seconds
-        return self.due is not None and time.monotonic() > self.due
+        if self.since is None and steps_logged(folder) >= self.step:
+            self.since = time.monotonic()
+        return self.since is not None and time.monotonic() > self.since + self.seconds
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,12 +56,11 @@ def main(argv: list[str] | None = None) -> None:
     ]
     started = time.monotonic()
     for kill in range(options.kills):
-        # Some steps after the start and some seconds after that, in the start itself where no step is to come first.
-        due = Kill(chance.randint(0, 2 * options.steps // (options.kills + 1)), chance.uniform(1, 20))
+        # By turns in the start, and within a second of a step that is this kill's share of the run.
+        step = kill * (options.steps - 1) // options.kills if kill % 2 else 0
+        due = Kill(step, chance.uniform(0, 1) if step else chance.uniform(1, 15))
         run = lab.run("soak", overrides=overrides, kill_when=due, timeout=1800)
-        if run.code == 0:
-            print(f"kill {kill + 1}: came too late, the run had finished", flush=True)
-            break
+        assert run.code == -signal.SIGKILL, f"kill {kill + 1} came too late: the run ended with {run.code}"
         steps = max(run.metrics, default=0)
         print(f"kill {kill + 1} after {run.seconds:.0f} s of this start, {steps} steps on record", flush=True)
         assert eventually(lambda folder=run.folder: set(processes(folder)) <= AGENTS, 60), processes(run.folder)

@@ -3,15 +3,47 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
-from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, TIMEOUT_S, Room, alone, escaped
+from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, TIMEOUT_S, Room, escaped, how
 
 TWINS = [name for name, attempt in ATTEMPTS.items() if attempt.twin]
 KERNEL = [name for name in ATTEMPTS if name not in TWINS]
+
+
+_ALONE = """
+import json, pickle, sys
+from verl_ext.sandbox import escapes
+got = escapes.attempt(sys.argv[1], json.loads(sys.argv[2]))
+if sys.argv[1] == "return_a_pickle": got = pickle.loads(pickle.dumps(got))
+print(json.dumps(got))
+print(escapes.honest(41))
+"""
+
+
+def alone(name: str, room: Room) -> str:
+    """Make an attempt in an ordinary process, whose result is what it prints: as `escaped`."""
+    given, kept = socket.socketpair()
+    with given, kept:
+        done = subprocess.run(
+            [sys.executable, "-c", _ALONE, name, json.dumps(room.description)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=120,
+            pass_fds=(given.fileno(),),
+        )
+    lines = done.stdout.splitlines()
+    got = next((line for line in lines[:-1] if line not in ("null", "false", "0")), "")
+    return how(name, got, room, lines[-1:] in ([], ["42"]))
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_a_call_is_not_given_to_a_third_zygote() -> None:
         call = sandbox.submit("functions:sleep", 600.0, timeout_s=600.0)
         seen: set[int] = set()
         while not call.done():
-            process = sandbox._process
+            process = sandbox._zygote and sandbox._zygote.process
             if process is not None and process.pid not in seen and alive(process.pid):
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
                 if children.exists() and children.read_text():
@@ -196,7 +196,7 @@ def test_everything_ends_with_the_owner() -> None:
         "zygote = sandbox.run('functions:pids', timeout_s=1)[1]\n"
         "sandbox.submit('functions:sleep', 600.0, timeout_s=600.0)\n"
         "import os, signal, time; time.sleep(0.3)\n"
-        "zygote = sandbox._process.pid\n"
+        "zygote = sandbox._zygote.process.pid\n"
         "children = open(f'/proc/{zygote}/task/{zygote}/children').read().split()\n"
         "print(zygote, *children, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -226,7 +226,6 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     for level in ("required", "auto"):
         with Sandbox(cage=level) as sandbox:
             assert sandbox.run("functions:add", 1, timeout_s=1) == 1
-        sandbox._wake.close(), sandbox._woken.close()
     assert len(os.listdir("/proc/self/fd")) == before
     if os.path.isdir("/sys/fs/cgroup"):
         left = [name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names if "verl_ext_sandbox" in name]

@@ -5,22 +5,10 @@
 `SandboxError` with a reason. Only JSON crosses the border. Imports nothing else of this package.
 """
 
-from verl_ext.sandbox.cage import LEVELS, CageError, Limits
-from verl_ext.sandbox.pool import (
-    CONFIG_KEY,
-    SETTINGS_VARIABLE,
-    Call,
-    Sandbox,
-    SandboxError,
-    SandboxOptions,
-    check,
-    machine,
-    shared,
-)
+from verl_ext.sandbox.cage import CageError, Limits
+from verl_ext.sandbox.pool import SETTINGS_VARIABLE, Call, Sandbox, SandboxError, SandboxOptions, check, shared
 
 __all__ = [
-    "CONFIG_KEY",
-    "LEVELS",
     "SETTINGS_VARIABLE",
     "CageError",
     "Call",
@@ -29,6 +17,5 @@ __all__ = [
     "SandboxError",
     "SandboxOptions",
     "check",
-    "machine",
     "shared",
 ]

@@ -41,6 +41,13 @@ class CageError(RuntimeError):
     """A layer that was asked for is not there or did not close; the message names it and the way out."""
 
 
+def _check(result: int, what: str) -> int:
+    """What a call into the kernel gave, unless it failed."""
+    if result < 0:
+        raise CageError(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
 @dataclass(frozen=True)
 class Limits:
     """What calls may use.
@@ -95,11 +102,7 @@ _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
 
 def allowed_calls(machine: str) -> dict[str, int]:
-    """Names and numbers of the system calls that are allowed whatever their arguments.
-
-    Args:
-        machine: ``x86_64`` or ``aarch64``.
-    """
+    """System calls that are allowed whatever their arguments, by name; for `machine` ``x86_64`` or ``aarch64``."""
     column = list(_AUDIT_ARCH).index(machine)
     calls = {}
     for entry in _CALLS.split():
@@ -111,58 +114,40 @@ def allowed_calls(machine: str) -> dict[str, int]:
 
 
 def seccomp_program(machine: str) -> bytes:
-    """The filter as BPF instructions, 8 bytes each.
-
-    Args:
-        machine: ``x86_64`` or ``aarch64``.
-    """
+    """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each."""
 
     def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
 
+    def when(value: int, *then: bytes) -> list[bytes]:
+        """Go through `then` if that is what was loaded, else skip it."""
+        return [instruction(_EQUAL, value, 0, len(then)), *then]
+
+    def argument(index: int, half: int = 0) -> bytes:
+        # A description begins: number (4 bytes), architecture (4), instruction pointer (8), six arguments (8 each).
+        return instruction(_LOAD, 16 + 8 * index + 4 * half)
+
     column = list(_AUDIT_ARCH).index(machine)
-    # A description begins: number (4 bytes), architecture (4), instruction pointer (8), six arguments (8 each).
-    program = [
-        instruction(_LOAD, 4),
-        instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
-        instruction(_RETURN, _KILL),  # 32-bit calls have other numbers
-        instruction(_LOAD, 0),
-    ]
+    allow, deny, kill = (instruction(_RETURN, verdict) for verdict in (_ALLOW, _DENY, _KILL))
+    program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
+    program.append(instruction(_LOAD, 0))
     for number in sorted(allowed_calls(machine).values()):
-        program += [instruction(_EQUAL, number, 0, 1), instruction(_RETURN, _ALLOW)]
-    commands = [instruction(_LOAD, 16 + 8)]
-    for command in _FCNTL_COMMANDS:
-        commands += [instruction(_EQUAL, command, 0, 1), instruction(_RETURN, _ALLOW)]
-    commands.append(instruction(_RETURN, _DENY))
-    program += [instruction(_EQUAL, _FCNTL[column], 0, len(commands)), *commands]
-    read_only = [  # prlimit with no new limit: both halves of the pointer are 0
-        instruction(_LOAD, 16 + 2 * 8),
-        instruction(_EQUAL, 0, 0, 3),
-        instruction(_LOAD, 16 + 2 * 8 + 4),
-        instruction(_EQUAL, 0, 0, 1),
-        instruction(_RETURN, _ALLOW),
-        instruction(_RETURN, _DENY),
-    ]
-    program += [instruction(_EQUAL, _PRLIMIT[column], 0, len(read_only)), *read_only]
-    return b"".join([*program, instruction(_RETURN, _DENY)])
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+        program += when(number, allow)
+    commands = [step for command in _FCNTL_COMMANDS for step in when(command, allow)]
+    program += when(_FCNTL[column], argument(1), *commands, deny)
+    # prlimit with no new limit: both halves of the pointer are 0
+    program += when(_PRLIMIT[column], argument(2), *when(0, argument(2, 1), *when(0, allow)), deny)
+    return b"".join([*program, deny])
 
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 
 
-def _prctl(option: int, value: int, more: object = None) -> int:
-    """0, or the error's number."""
-    return ctypes.get_errno() if _libc.prctl(option, value, more, 0, 0) else 0
-
-
 def has_seccomp() -> bool:
     """Whether this kernel takes filters, on a machine whose call numbers are known here."""
     # A filter at address 0 is refused by a kernel that has filters, and unknown to one that has not.
-    return platform.machine() in _AUDIT_ARCH and _prctl(_PR_SET_SECCOMP, 2) in (errno.EFAULT, errno.EACCES)
+    _libc.prctl(_PR_SET_SECCOMP, 2, None, 0, 0)
+    return platform.machine() in _AUDIT_ARCH and ctypes.get_errno() in (errno.EFAULT, errno.EACCES)
 
 
 # --- Landlock -----------------------------------------------------------------------------------------------------
@@ -171,15 +156,6 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same 
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """How many rights on files a version knows, from 5 on 16. All are taken away; those not named are given to nobody."""
-
-
-class _Ruleset(ctypes.Structure):
-    _fields_ = [("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
-
-
-class _Rule(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = [("access", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
 def landlock_version() -> int:
@@ -194,23 +170,20 @@ def landlock_rules(readable: Iterable[str]) -> int:
         CageError: the kernel has no Landlock, or refused a rule.
     """
     version = landlock_version()
-    if version < 1:
-        raise CageError("this kernel has no Landlock (Linux 5.13 and `landlock` among its security modules)")
-    rules = _Ruleset((1 << _FILE_RIGHTS.get(version, 16)) - 1, 3, 3)  # TCP; abstract sockets and signals
+    # Rights on files; TCP, from version 4 on; abstract sockets and signals, from version 6 on.
+    rights = struct.pack("=QQQ", (1 << _FILE_RIGHTS.get(version, 16)) - 1, 3, 3)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    ruleset = _libc.syscall(_LANDLOCK_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
-    if ruleset < 0:
-        raise CageError(f"landlock_create_ruleset: {os.strerror(ctypes.get_errno())}")
+    ruleset = _libc.syscall(_LANDLOCK_CREATE, rights, ctypes.c_size_t(size), ctypes.c_uint32(0))
+    _check(ruleset, "landlock_create_ruleset")
     for path in readable:
         try:
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # a library folder that this machine has not
             continue
-        rule = _Rule(_READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE, parent)
-        failed = _libc.syscall(_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), ctypes.c_uint32(0))
+        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE, parent)
+        added = _libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
+        _check(added, f"landlock_add_rule {path}")
         os.close(parent)
-        if failed:
-            raise CageError(f"landlock_add_rule {path}: {os.strerror(ctypes.get_errno())}")
     return ruleset
 
 
@@ -226,29 +199,19 @@ def library_paths() -> list[str]:
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 
-class _CapHeader(ctypes.Structure):
-    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
-
-
 def drop_capabilities() -> None:
-    """Give up all capabilities of this process, root's included.
-
-    Raises:
-        CageError: the kernel refused.
-    """
-    header = _CapHeader(0x20080522, 0)
-    if _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()):
-        raise CageError(f"capset: {os.strerror(ctypes.get_errno())}")
+    """Give up all capabilities of this process, root's included."""
+    _check(_libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, None, 0, 0)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants' orphans, so that none of them can leave."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, None, 0, 0)
 
 
 class Cage:
@@ -259,7 +222,7 @@ class Cage:
         limits: of a call.
 
     Raises:
-        CageError: Landlock or seccomp is missing and `level` asks for it.
+        CageError: `level` asks for Landlock, and the kernel refused its rules.
     """
 
     def __init__(self, level: str, limits: Limits) -> None:
@@ -267,12 +230,10 @@ class Cage:
         self._rules: int | None = None
         if level == "rlimits":
             return
-        if not has_seccomp():
-            raise CageError(f"this machine ({platform.machine()}, Linux {platform.release()}) has no seccomp filter")
         self._rules = landlock_rules(library_paths())
-        self._instructions = ctypes.create_string_buffer(seccomp_program(platform.machine()))
-        address = ctypes.cast(self._instructions, ctypes.c_void_p)
-        self._program = _Program((len(self._instructions) - 1) // 8, address)
+        program = seccomp_program(platform.machine())
+        self._instructions = ctypes.create_string_buffer(program)
+        self._filter = struct.pack("@HP", len(program) // 8, ctypes.addressof(self._instructions))
 
     def enter(self, result: int, cpu_s: float) -> None:
         """Shut this process in, for ever. It must have been forked for one call, and have one thread.
@@ -291,13 +252,12 @@ class Cage:
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, 1 << 20)
-        seconds = math.ceil(cpu_s) + 1
         with open("/proc/self/statm", "rb") as file:
             pages = int(file.read().split()[0])
         memory = pages * os.sysconf("SC_PAGESIZE") + (self.limits.memory_mb << 20)
         for kind, value in (
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_NPROC, 0),
@@ -307,15 +267,12 @@ class Cage:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         drop_capabilities()
-        if failed := _prctl(_PR_SET_NO_NEW_PRIVS, 1):
-            raise CageError(f"no_new_privs: {os.strerror(failed)}")
+        _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, None, 0, 0), "no_new_privs")
         if self._rules is None:
             return
-        if _libc.syscall(_LANDLOCK_RESTRICT, self._rules, ctypes.c_uint32(0)):
-            raise CageError(f"landlock_restrict_self: {os.strerror(ctypes.get_errno())}")
+        _check(_libc.syscall(_LANDLOCK_RESTRICT, self._rules, ctypes.c_uint32(0)), "landlock_restrict_self")
         os.close(self._rules)
-        if failed := _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(self._program)):
-            raise CageError(f"seccomp: {os.strerror(failed)}")
+        _check(_libc.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0), "seccomp")
         self._prove()
 
     @staticmethod

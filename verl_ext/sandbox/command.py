@@ -7,8 +7,10 @@ import argparse
 import sys
 import time
 
-from verl_ext.sandbox.cage import LEVELS, CageError, Limits
-from verl_ext.sandbox.pool import Sandbox, SandboxError, machine
+from verl_ext.sandbox import escapes
+from verl_ext.sandbox.cage import LEVELS, CageError, Limits, has_seccomp, landlock_version
+from verl_ext.sandbox.pool import Sandbox, SandboxError
+from verl_ext.sandbox.shell import bubblewrap, has_cgroup
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +24,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. 0: nothing got out of any cage but ``rlimits``; 1: something did, or a cage is missing."""
-    has = machine()
-    print(f"Landlock    {'version ' + str(has['landlock']) if has['landlock'] else 'missing'}")
-    for name in ("seccomp", "bubblewrap", "cgroup"):
-        print(f"{name:<11} {'yes' if has[name] else 'missing'}")
+    print(f"Landlock    {f'version {landlock_version()}' if landlock_version() else 'missing'}")
+    for name, has in (("seccomp", has_seccomp()), ("bubblewrap", bubblewrap()), ("cgroup", has_cgroup())):
+        print(f"{name:<11} {'yes' if has else 'missing'}")
     held = True
     for cage in args.cage or ("required", "auto", "rlimits"):
         try:
@@ -37,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(cage: str, args: argparse.Namespace) -> bool:
-    from verl_ext.sandbox import escapes
-
     out: dict[str, str] = {}
     with escapes.Room() as room, Sandbox(Limits(memory_mb=escapes.MEMORY_MB), cage) as sandbox:
         print(f"\n{cage}: {', '.join(sandbox.layers)}")

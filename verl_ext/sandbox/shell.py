@@ -37,22 +37,16 @@ def bubblewrap() -> list[str]:
 
 
 def _places() -> list[Path]:
-    """Folders of this process's cgroup, one a hierarchy that limits memory or the number of processes."""
-    places: dict[str, Path] = {}
+    """Folders of this process's cgroup: one in version 2, whose line names no controllers, one each in version 1."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        for _, folder, kind, options, *_ in mounts:
-            found = Path(folder) / path.lstrip("/")
-            if kind == "cgroup2" and not controllers and (found / "memory.max").exists():
-                places["memory"] = places["pids"] = found
-            for name in {"memory", "pids"} & set(controllers.split(",")):
-                if kind == "cgroup" and name in options.split(",") and found.is_dir():
-                    places[name] = found
-    return list(dict.fromkeys(places.values()))
+    return [
+        Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
+        for _, controllers, path in lines
+        if controllers in ("", "memory", "pids")
+    ]
 
 
 class Cgroup:
@@ -68,19 +62,21 @@ class Cgroup:
 
     def __init__(self, memory: int, processes: int) -> None:
         self.folders: list[Path] = []
-        limits = {"memory.max": memory, "memory.limit_in_bytes": memory, "pids.max": processes}
         for place in _places():
             folder = place / f"{_NAME}{uuid.uuid4().hex[:12]}"
             try:
                 folder.mkdir()
-                self.folders.append(folder)
-                files = [name for name in limits if (folder / name).exists()]
-                for name in files:
-                    (folder / name).write_text(str(limits[name]))
             except OSError:
-                files = []
-            if not files and folder in self.folders:
-                self.folders.remove(folder)
+                continue
+            limits = {"memory.max": memory, "memory.limit_in_bytes": memory, "pids.max": processes}
+            limits = {name: limit for name, limit in limits.items() if (folder / name).exists()}
+            try:
+                for name, limit in limits.items():
+                    (folder / name).write_text(str(limit))
+            except OSError:
+                limits = {}
+            self.folders += [folder] if limits else []
+            if not limits:
                 folder.rmdir()
 
     def command(self) -> list[str]:
@@ -105,6 +101,6 @@ class Cgroup:
 def has_cgroup() -> bool:
     """Whether this user may make a cgroup with a limit here."""
     probe = Cgroup(1 << 30, 64)
-    found = [str(folder) for folder in probe.folders]
+    found = bool(probe.folders)
     probe.close()
-    return bool(found and os.path.exists("/bin/sh"))
+    return found and os.path.exists("/bin/sh")

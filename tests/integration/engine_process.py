@@ -142,6 +142,7 @@ def main(model: str, out: str, rank: int, world: int, port: str) -> None:
                     data["response_mask"].values(), batch(chosen, vocabulary, **settings)["response_mask"].values()
                 )
                 results[f"{'packed' if rmpad else 'padded'}/{kind}/{name}"] = found
+    results["empty"] = empty(engine, vocabulary)
     results["agents"] = agents(engine, chosen, vocabulary)
     results["steps"] = steps(engine, chosen, vocabulary)
     if world > 1:
@@ -149,6 +150,32 @@ def main(model: str, out: str, rank: int, world: int, port: str) -> None:
         results["ulysses"] = ulysses(engine, vocabulary)
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
+
+
+def empty(engine: Any, vocabulary: int) -> dict[str, Any]:
+    """What one micro-batch reports of a pruned update: with tokens in the safe set, with none, with none at all."""
+    import torch
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from verl_ext.integration.engine import engine_info
+
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, **LOSS)
+    found = {}
+    for name, rho, kept in (("some", 1e-6, 1), ("outside", 1.0, 1), ("padding", 1e-6, 0)):
+        settings = {"use_remove_padding": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+        data = batch([2, 3], vocabulary, temperature=1.0, calculate_entropy=True, **settings, **engine_info("on", rho))
+        masks = [mask * kept for mask in data["response_mask"].unbind()]
+        data["response_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, loss_function=partial(ppo_loss, config=config))
+            gradients = [value.grad for value in engine.module.parameters()]
+        found[name] = {
+            "metrics": output["metrics"],
+            "moved": any(bool(gradient.full_tensor().any()) for gradient in gradients if gradient is not None),
+        }
+    return found
 
 
 def steps(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SE
 from verl_ext.integration.imitation import ImitationMixin
 from verl_ext.integration.micro_batch import ONE_PASS
 from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.integration.token_kl import TokenKLMixin
 from verl_ext.integration.update_step import UpdateStepMixin
 from verl_ext.integration.wraps import STRICT
 
@@ -224,6 +225,22 @@ def test_rejected_rows_and_learning_rate(alone: dict[str, Any]) -> None:
     check_steps(alone["steps"], alone["steps"])
 
 
+def test_ranks_whose_tokens_all_left_the_safe_set_report_as_often(alone: dict[str, Any]) -> None:
+    """verl puts the ranks' metrics together only if every rank has each of them equally often."""
+    from verl.utils.metric import Metric
+
+    some, *others = (alone["empty"][name] for name in ("some", "outside", "padding"))
+    assert some["moved"]
+    for other in others:
+        assert not other["moved"]
+        assert other["metrics"].keys() == some["metrics"].keys()
+        for name, value in some["metrics"].items():
+            if isinstance(value, Metric):
+                both = Metric.aggregate_dp([value, other["metrics"][name]])
+                if name != OUT_OF_SET_METRIC:
+                    assert both == pytest.approx(value.aggregate() / 2)
+
+
 @pytest.mark.slow
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
     both = engine_ranks(model, 2)
@@ -283,11 +300,11 @@ def test_registry_is_extended_once() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        mixins = (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, engine.OnePassMixin)
-        assert extended[("cuda", "mine")].__mro__[1:6] == (*mixins, Mine)
+        mixins = (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, TokenKLMixin, engine.OnePassMixin)
+        assert extended[("cuda", "mine")].__mro__[1:7] == (*mixins, Mine)
         assert extended[("cuda", "other")] is Other
         for device in ("cuda", "npu"):
-            assert extended[device].__mro__[1:6] == (*mixins, FSDPEngineWithLMHead)
+            assert extended[device].__mro__[1:7] == (*mixins, FSDPEngineWithLMHead)
             assert issubclass(registry["fsdp2"][device], engine.OnePassMixin)
         critic = EngineRegistry._engines["value_model"]["fsdp"]["cuda"]
         assert critic.__mro__[1:3] == (UpdateStepMixin, FSDPEngineWithValueHead)

@@ -297,6 +297,36 @@ def test_exact_divergence_comes_from_the_engine_and_the_distributions_go(store: 
     assert part.metrics["rejection/trm/statistic/p50"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("estimator", ["otb", "optimal_token_baseline"])
+def test_rejected_rows_leave_the_sums_of_the_optimal_token_baseline(store: Any, estimator: str) -> None:
+    """Ours and verl's: the others' advantages are those of a batch whose rejected rows have no tokens to begin with."""
+
+    def found(masks: list[list[int]], *overrides: str) -> list[list[float]]:
+        name = [] if estimator == "otb" else [f"algorithm.adv_estimator={estimator}"]
+        batch = put(store)
+        generator = torch.Generator().manual_seed(0)
+        more = {
+            "sum_pi_squared": [torch.rand(len(mask) + 2, generator=generator) for mask in masks],
+            "response_mask": [torch.tensor(mask) for mask in masks],
+        }
+        fields = {key: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for key, rows in more.items()}
+        fields["old_log_probs"] = torch.nested.as_nested_tensor(
+            [-2.0 - torch.rand(len(mask), generator=generator) for mask in masks], layout=torch.jagged
+        )
+        fields["rollout_log_probs"] = torch.nested.as_nested_tensor(
+            [old - SHIFT[row] for row, old in enumerate(fields["old_log_probs"].unbind())], layout=torch.jagged
+        )
+        store.kv_batch_put(keys=batch.keys, partition_id="train", fields=TensorDict(fields, batch_size=len(masks)))
+        trainer = trainer_of(config("+recipe=[otb,mrs]", *name, *overrides))
+        return stored(store, advantage(trainer, batch), "advantages")
+
+    off = ["algorithm.mrs.level=null", "algorithm.mrs.veto=null"]
+    rejecting, without, every = found(MASKS), found(emptied(1, 5), *off), found(MASKS, *off)
+    for row in (0, 2, 3, 4, 6):
+        assert rejecting[row] == pytest.approx(without[row], abs=1e-6)
+    assert rejecting[0] != pytest.approx(every[0], abs=1e-3)
+
+
 def test_the_mask_is_whole_again_after_the_critics_warm_up(store: Any) -> None:
     """verl updates no actor then, and its metrics of the rollouts read the mask."""
     trainer = trainer_of(config("+recipe=[grpo,mrs]", "trainer.critic_warmup=3"))

@@ -173,13 +173,27 @@ class OnePassMixin:
 
 
 def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss function, but 0 for a micro-batch all of whose tokens have left the safe set: some losses of verl refuse
-    one without tokens."""
+    """The loss function, but 0 for a micro-batch without tokens, as where all have left the safe set: some losses of
+    verl refuse it. Its metrics are 0 as well, since verl's ranks have to report the same ones equally often."""
 
     def loss(*, model_output: Any, data: Any, **more: Any) -> Any:
-        if bool((data["response_mask"].values() > 0).any()):
+        from verl.utils.metric import Metric
+
+        mask = data["response_mask"]
+        if bool((mask.values() > 0).any()):
             return loss_function(model_output=model_output, data=data, **more)
-        return model_output["log_probs"].values().sum() * 0.0, {}
+        longest = int(mask.offsets().diff().max())
+        every = data.clone(recurse=False)
+        every["response_mask"] = torch.nested.nested_tensor_from_jagged(
+            torch.ones_like(mask.values()), mask.offsets(), max_seqlen=longest
+        )
+        with torch.no_grad():  # for the names
+            _, metrics = loss_function(model_output=model_output, data=every, **more)
+        none = {
+            name: Metric(value=0.0, aggregation=value.aggregation) if isinstance(value, Metric) else 0.0
+            for name, value in metrics.items()
+        }
+        return model_output["log_probs"].values().sum() * 0.0, none
 
     return loss
 

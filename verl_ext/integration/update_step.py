@@ -91,6 +91,10 @@ class UpdateStepMixin:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
+    def lr_scheduler_step(self) -> Any:
+        """verl's own; the learning rate that it returns, for verl's metrics, is times the factor of the update."""
+        return super().lr_scheduler_step() * self._factor  # type: ignore[misc]
+
     def _kept(self, data: Any) -> list[int]:
         """Kept tokens, rows that have some, and rows that had some, of the mini-batch on all ranks."""
         from verl.utils.device import get_device_id

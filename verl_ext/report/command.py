@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     text = page("verl_ext.report", title=title, data=data)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_bytes(text.encode("utf-8", "backslashreplace"))
-    metrics = len({name for one in runs for name in one.log.metrics()})
+    metrics = len({name for one in runs for name in one.log.curves})
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: {len(runs)} runs in {len(names)} groups, {metrics} metrics, {size:.1f} MB")
     for problem in left_out:

@@ -8,13 +8,13 @@ its band is one standard deviation (ddof 1) or the range over them.
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy
 import pandas
 
 from verl_ext.report.logs import METRICS_FILE, LogError, RunLog, find_runs, natural_order, read_run
@@ -40,11 +40,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Axis:
-    """What can stand on the x axis: ``step``, ``tokens`` or ``time``; what is logged is divided by `scale`."""
+    """What can stand on the x axis: ``step``, ``tokens`` or ``time``; the sum of `metric` is divided by `scale`."""
 
     name: str
     label: str
     unit: str
+    metric: str = ""
     scale: float = 1.0
 
 
@@ -167,16 +168,14 @@ def _with_agent_norms(log: RunLog) -> RunLog:
     gradients are orthogonal and their tokens' scores equally long.
     """
     suffix = "/gradient_energy_share"
-    if any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.metrics()):
+    shares = [name for name in log.curves if name.startswith("agent/") and name.endswith(suffix)]
+    measured = any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.curves)
+    if measured or len(shares) < 2 or "actor/grad_norm" not in log.curves:
         return log
     steps = {step: dict(values) for step, values in log.steps.items()}
-    for values in steps.values():
-        shares = {name: share for name, share in values.items() if name.startswith("agent/") and name.endswith(suffix)}
-        if len(shares) > 1 and "actor/grad_norm" in values:
-            for name, share in shares.items():
-                if share >= 0:
-                    norm = values["actor/grad_norm"] * math.sqrt(share)
-                    values[f"{name.removesuffix(suffix)}/grad_norm_estimate"] = norm
+    for name in shares:
+        for step, norm in (log.curves["actor/grad_norm"] * log.curves[name].pow(0.5)).dropna().items():
+            steps[step][f"{name.removesuffix(suffix)}/grad_norm_estimate"] = norm
     return replace(log, steps=steps)
 
 
@@ -188,28 +187,30 @@ TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
 def axes(runs: Sequence[Run]) -> list[Axis]:
     """The x axes that at least one run can be drawn on."""
     out = [Axis("step", "training step", "steps")]
-    if any(run.log.series(TOKENS) for run in runs):
-        out.append(Axis("tokens", "tokens (prompts and responses, cumulated)", "tokens"))
-    if any(run.log.series(SECONDS) for run in runs):
-        longest = max(max(cumulated(run.log, SECONDS).values(), default=0.0) for run in runs)
+    if any(TOKENS in run.log.curves for run in runs):
+        out.append(Axis("tokens", "tokens (prompts and responses, cumulated)", "tokens", TOKENS))
+    if any(SECONDS in run.log.curves for run in runs):
+        seconds = Axis("time", "training time in seconds", "seconds", SECONDS)
+        longest = max(positions(run, seconds).max() for run in runs if SECONDS in run.log.curves)
         unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
-        out.append(Axis("time", f"training time in {unit}", unit, scale))
+        out.append(Axis("time", f"training time in {unit}", unit, SECONDS, scale))
     return out
 
 
-def cumulated(log: RunLog, metric: str) -> dict[int, float]:
-    """Sum of a metric up to each step; a step without it adds nothing. Empty if no step has it."""
-    values = dict(log.series(metric))
-    known = pandas.Series(values, dtype=float).replace([math.inf, -math.inf], math.nan)
-    return known.reindex(list(log.steps)).fillna(0.0).cumsum().to_dict() if values else {}
+def positions(run: Run, axis: Axis) -> pandas.Series:
+    """x by step of a run: the sum up to there, to which a step that has not logged it adds nothing. Empty if no step
+    has logged what the axis needs."""
+    steps = list(run.log.steps)
+    if not axis.metric:
+        return pandas.Series(steps, index=steps, dtype=float)
+    if axis.metric not in run.log.curves:
+        return pandas.Series(dtype=float)
+    return finite(run.log.curves[axis.metric]).reindex(steps).fillna(0.0).cumsum() / axis.scale
 
 
-def positions(run: Run, axis: Axis) -> dict[int, float]:
-    """Step -> x of a run; empty if it has not logged what the axis needs."""
-    if axis.name == "step":
-        return {step: float(step) for step in run.log.steps}
-    summed = cumulated(run.log, TOKENS if axis.name == "tokens" else SECONDS)
-    return {step: value / axis.scale for step, value in summed.items()}
+def finite(curve: pandas.Series) -> pandas.Series:
+    """The curve with NaN for the infinities, too."""
+    return curve.where(numpy.isfinite(curve))
 
 
 # ---- panels --------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     Raises:
         LogError: a name or pattern in `chosen` fits no metric.
     """
-    counts = Counter(metric for run in runs for metric in run.log.metrics())
+    counts = Counter(metric for run in runs for metric in run.log.curves)
     known = sorted(counts, key=natural_order)
     out = []
     first: list[str] = []
@@ -329,14 +330,13 @@ def _nearest(pattern: str, known: Sequence[str]) -> str:
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def smoothed(series: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
+def smoothed(curve: pandas.Series, window: int) -> pandas.Series:
     """Trailing mean: at each step the mean of the finite values of the last `window` steps, NaN if there is none."""
-    steps, values = zip(*series, strict=True) if series else ((), ())
+    if window <= 1:
+        return finite(curve)
     # pandas has windows by place or by time, not by step: a step is taken as a second.
-    finite = pandas.Series(values, index=pandas.to_timedelta(steps, unit="s"), dtype=float)
-    finite = finite.replace([math.inf, -math.inf], math.nan)
-    means = finite.rolling(f"{window}s", min_periods=1).mean() if window > 1 else finite
-    return list(zip(steps, means.tolist(), strict=True))
+    timed = finite(curve).set_axis(pandas.to_timedelta(curve.index, unit="s"))
+    return timed.rolling(f"{window}s", min_periods=1).mean().set_axis(curve.index)
 
 
 def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> pandas.DataFrame:
@@ -346,10 +346,11 @@ def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) ->
         A row a step, in order of x: ``step``, and over the seeds that have a finite value the means ``x`` and ``mean``,
         ``std`` (ddof 1; 0 for one seed), ``low``, ``high`` and their number ``seeds``.
     """
-    rows = []
-    for run in runs:
-        places = positions(run, axis)
-        rows += [(s, places[s], value) for s, value in smoothed(run.log.series(metric), window) if s in places]
-    steps = pandas.DataFrame(rows, columns=["step", "x", "value"]).dropna().groupby("step")
+    seeds = [
+        pandas.DataFrame({"x": positions(run, axis), "value": smoothed(run.log.curves[metric], window)}).dropna()
+        for run in runs
+        if metric in run.log.curves
+    ] or [pandas.DataFrame({"x": [], "value": []})]
+    steps = pandas.concat(seeds).rename_axis("step").groupby("step")
     values = steps["value"].agg(mean="mean", std="std", low="min", high="max", seeds="count").fillna({"std": 0.0})
     return values.assign(x=steps["x"].mean()).sort_values("x", kind="stable").reset_index()

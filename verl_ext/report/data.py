@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas
 
-from verl_ext.report.compare import Axis, Run, Section, axes, group_names, positions, style
+from verl_ext.report.compare import Axis, Run, Section, axes, finite, group_names, positions, style
 
 BUDGET = 1_500_000
 """Numbers that a page holds, about; it bounds the size of the file at some 12 MB."""
@@ -44,27 +44,23 @@ def page_data(
         left_out: what could not be read at all, a sentence each.
         budget: numbers to keep.
     """
-    metrics = sorted({name for run in runs for name in run.log.metrics()})
+    metrics = sorted({name for run in runs for name in run.log.curves})
     number = {name: position for position, name in enumerate(metrics)}
-    lengths = {name: max(len(run.log.series(name)) for run in runs) for name in metrics}
-    count = sum(1 for run in runs for _ in run.log.metrics())
-    room = max(LEAST_ROOM, budget // max(1, count))
+    curves = [run.log.curves for run in runs]
+    lengths = {name: max(len(own[name]) for own in curves if name in own) for name in metrics}
+    room = max(LEAST_ROOM, budget // max(1, sum(map(len, curves))))
     steps = [step for run in runs for step in (min(run.log.steps), max(run.log.steps))]
     # Three numbers a bucket.
     width = math.ceil((max(steps) - min(steps) + 1) / max(1, room // 3))
     chosen_axes = axes(runs)
     groups = group_names(runs)
     out_runs, series = [], []
-    for run in runs:
-        kept = {name: _thin(run.log.series(name), width if lengths[name] > room else 1) for name in run.log.metrics()}
-        places = sorted({point[0] for points in kept.values() for point in points})
+    for run, own in zip(runs, curves, strict=True):
+        kept = {name: _thin(curve, width if lengths[name] > room else 1) for name, curve in own.items()}
+        places = sorted({step for points in kept.values() for step in points.index})
         where = {place: position for position, place in enumerate(places)}
-        series.append(
-            {
-                str(number[name]): _columns(points, where, rare=2 * len(run.log.series(name)) <= len(run.log.steps))
-                for name, points in kept.items()
-            }
-        )
+        rare = {name for name, curve in own.items() if 2 * len(curve) <= len(run.log.steps)}
+        series.append({str(number[name]): _columns(points, where, rare=name in rare) for name, points in kept.items()})
         out_runs.append(
             {
                 "name": run.name,
@@ -103,43 +99,33 @@ def page_data(
     }
 
 
-_Point = tuple[float, float | None, float, float, bool]
-
-
-def _thin(series: Sequence[tuple[int, float]], width: int) -> list[_Point]:
-    """(step, mean, low, high, whether a value is not finite) of each bucket; the step is the bucket's middle.
+def _thin(curve: pandas.Series, width: int) -> pandas.DataFrame:
+    """``v`` (mean), ``lo``, ``hi`` and ``bad`` (whether a value is not finite) of each bucket, by the bucket's middle.
 
     With a width of one step, the values themselves.
     """
-    buckets: dict[int, list[float]] = {}
-    for step, value in series:
-        buckets.setdefault(step // width, []).append(value)
-    out: list[_Point] = []
-    for bucket, values in buckets.items():
-        finite = [value for value in values if math.isfinite(value)]
-        middle = bucket * width + (width - 1) / 2
-        if finite:
-            mean = math.fsum(value / len(finite) for value in finite)
-            out.append((middle, mean, min(finite), max(finite), len(finite) < len(values)))
-        else:
-            value = values[0]
-            out.append((middle, None if math.isnan(value) else value, math.nan, math.nan, True))
-    return out
+    known = finite(curve)
+    if width == 1:
+        return pandas.DataFrame({"v": curve, "lo": known, "hi": known, "bad": known.isna()})
+    buckets = curve.index // width
+    parts = known.groupby(buckets)
+    out = parts.agg(v="mean", lo="min", hi="max")
+    out = out.assign(v=out["v"].fillna(curve.groupby(buckets).first()), bad=parts.count() < parts.size())
+    return out.set_axis(out.index * width + (width - 1) / 2)
 
 
-def _columns(points: Sequence[_Point], where: dict[float, int], *, rare: bool) -> dict[str, Any]:
+def _columns(points: pandas.DataFrame, where: dict[float, int], *, rare: bool) -> dict[str, Any]:
     """The points column by column: positions in the run's x, means, lows and highs where they differ, marks; and
     whether the metric is logged in at most half of the steps, as validation is."""
-    at = [where[point[0]] for point in points]
+    at = [where[step] for step in points.index]
     contiguous = at == list(range(at[0], at[0] + len(at)))
-    out: dict[str, Any] = {"i": at[0] if contiguous else at, "v": [_short(point[1]) for point in points]}
-    if any(point[2] != point[3] and point[2] == point[2] for point in points):
-        out["lo"] = [_short(point[2]) for point in points]
-        out["hi"] = [_short(point[3]) for point in points]
+    out: dict[str, Any] = {"i": at[0] if contiguous else at, "v": [_short(one) for one in points["v"]]}
+    if (points["lo"] < points["hi"]).any():
+        out |= {key: [_short(one) for one in points[key]] for key in ("lo", "hi")}
     if rare:
         out["rare"] = 1
-    if any(point[4] for point in points):
-        out["bad"] = [position for position, point in enumerate(points) if point[4]]
+    if points["bad"].any():
+        out["bad"] = points["bad"].to_numpy().nonzero()[0].tolist()
     return out
 
 
@@ -147,13 +133,13 @@ def _places(run: Run, axis: Axis, places: Sequence[float]) -> list[float | str |
     """The x of each kept step of a run; that of a bucket is that of the last step up to its middle."""
     if axis.name == "step":
         return [_short(place, 10) for place in places]
-    known = pandas.Series(positions(run, axis))
+    known = positions(run, axis)
     return [_short(x, 7) for x in known.reindex(places, method="ffill").bfill()] if len(known) else None
 
 
-def _short(value: float | None, digits: int = 5) -> float | str | None:
+def _short(value: float, digits: int = 5) -> float | str | None:
     """A number of so many significant digits, as JSON can hold it: null for NaN, a word for the infinities."""
-    if value is None or math.isnan(value):
+    if math.isnan(value):
         return None
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"

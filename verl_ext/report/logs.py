@@ -66,14 +66,6 @@ class RunLog:
         frame = pandas.DataFrame(rows, columns=["step", "metric", "value"]).astype({"value": float})
         return {name: own.set_index("step")["value"].rename(name) for name, own in frame.groupby("metric")}
 
-    def metrics(self) -> list[str]:
-        """Names of all metrics, sorted."""
-        return sorted({name for values in self.steps.values() for name in values})
-
-    def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) where the metric was logged, in order of step."""
-        return [(step, values[metric]) for step, values in self.steps.items() if metric in values]
-
 
 def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
     """The metrics of one run.

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from verl_ext.reproduce import runs
-from verl_ext.reproduce.tables import Cell, find_table, scale_of
+from verl_ext.reproduce.catalogue import find_table, scale_of
+from verl_ext.reproduce.tables import Cell
 
 OTB, LAPTOP = scale_of(find_table("otb"), "laptop")
 CELL = LAPTOP.cells["otb_n4"]

@@ -16,6 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from verl_ext.reproduce import render, runs
+from verl_ext.reproduce.catalogue import find_table, read_table
 from verl_ext.reproduce.collect import (
     AGENT_SPIKE,
     DIFFERENT,
@@ -31,7 +32,7 @@ from verl_ext.reproduce.collect import (
 )
 from verl_ext.reproduce.metrics import MetricMissing, Run, evaluate
 from verl_ext.reproduce.noise import Interval
-from verl_ext.reproduce.tables import KINDS, MetricSpec, Table, find_table, read_table
+from verl_ext.reproduce.tables import KINDS, MetricSpec, Table
 
 TABLE = """\
 # verl-ext table

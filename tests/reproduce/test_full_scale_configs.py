@@ -21,8 +21,9 @@ from verl.utils.config import validate_config
 from verl_ext.cli import main as cli
 from verl_ext.integration import launch
 from verl_ext.reproduce import plan, scripts
+from verl_ext.reproduce.catalogue import find_table, tables
 from verl_ext.reproduce.prepare import find_source
-from verl_ext.reproduce.tables import Cell, Table, find_table, tables
+from verl_ext.reproduce.tables import Cell, Table
 
 TABLES = tables()
 #: Every cell; those after a table's first two are marked slow, since each composition takes a third of a second.

@@ -16,8 +16,9 @@ import pandas
 import pytest
 
 from verl_ext.reproduce import render, runs
+from verl_ext.reproduce.catalogue import read_table
 from verl_ext.reproduce.collect import NOT_REACHED, collect, summarised
-from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Table, read_table
+from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Table
 
 TABLE = """\
 # verl-ext table

@@ -17,7 +17,8 @@ from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.tasks import TASKS, overrides, recipe_list
 from verl_ext.integration import checks
 from verl_ext.reproduce import plan
-from verl_ext.reproduce.tables import Cell, Table, tables
+from verl_ext.reproduce.catalogue import tables
+from verl_ext.reproduce.tables import Cell, Table
 
 CELLS = [
     pytest.param(table, cell, id=f"{table.name}-{cell.name}")

@@ -18,9 +18,9 @@ from otb_runs import CELL, LAPTOP, OTB, begin, finish, log
 
 from verl_ext.cli import main
 from verl_ext.reproduce import needs, plan, runs, submit
+from verl_ext.reproduce.catalogue import find_table, scale_of
 from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 from verl_ext.reproduce.run import run as run_here
-from verl_ext.reproduce.tables import find_table, scale_of
 
 # --- commands -----------------------------------------------------------------------------------------------------
 

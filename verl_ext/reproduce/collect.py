@@ -22,10 +22,11 @@ import pandas
 
 from verl_ext.report.logs import LogError, natural_order, read_run
 from verl_ext.reproduce import noise
+from verl_ext.reproduce.catalogue import scale_of
 from verl_ext.reproduce.metrics import MetricMissing, Run, Say, evaluate, spike
 from verl_ext.reproduce.noise import Interval
 from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, RunFolder, find_runs, identity
-from verl_ext.reproduce.tables import SCALES, Scale, Table, scale_of
+from verl_ext.reproduce.tables import SCALES, Scale, Table
 
 FIGURE_WINDOW = 5
 """Steps at the end of a run over which figures of agents and levels are averaged."""

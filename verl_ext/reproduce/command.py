@@ -14,17 +14,8 @@ from pathlib import Path
 
 from verl_ext.overrides import Failure, UsageError, check_overrides, positive
 from verl_ext.reproduce import needs, plan, runs
-from verl_ext.reproduce.tables import (
-    SCALES,
-    Cell,
-    Scale,
-    Table,
-    UnknownTableError,
-    find_cells,
-    find_table,
-    scale_of,
-    tables,
-)
+from verl_ext.reproduce.catalogue import find_cells, find_table, scale_of, tables
+from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table, UnknownTableError
 
 EPILOG = """\
 TABLE is <method>/<table>, or the method alone for its default table.

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import home
-from verl_ext.reproduce.tables import Cell, Scale, Table, load_yaml
+from verl_ext.reproduce.catalogue import load_yaml
+from verl_ext.reproduce.tables import Cell, Scale, Table
 
 PROJECT = "verl_ext"
 _PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")

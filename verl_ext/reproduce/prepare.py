@@ -8,163 +8,33 @@ The sum is checked when the data set is used again. Nothing is put in place befo
 
 from __future__ import annotations
 
-import functools
 import gzip
-import hashlib
-import importlib.resources
 import json
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from verl_ext.recipes import suggestion
 from verl_ext.reproduce import plan
-from verl_ext.reproduce.tables import CERTAINTIES, Table, load_yaml
-
-PLAIN = ".plain"
-"""Ending of a mathematics data set's name: the question alone."""
-
-BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-"""Stands below every question of a mathematics data set that is not plain."""
+from verl_ext.reproduce.sources import (
+    BOXED,
+    PLAIN,
+    PrepareError,
+    Source,
+    digest_of,
+    find_source,
+    manifest_of,
+    source_names,
+    target_of,
+    verify,
+)
+from verl_ext.reproduce.tables import Table
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
 """Files that a local data set may be in."""
-
-_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "math": ("question", "answer"),
-    "qa": ("question", "answers"),
-    "kernel_task": ("messages", "reward_model", "extra_info"),
-    "kernel_code": ("code", "level", "name", "number"),
-    "corpus": ("text",),
-    "environment": (),
-}
-
-
-class PrepareError(ValueError):
-    """A data set cannot be prepared or used; the message names it and says what to do."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """An entry of ``sources.yaml``."""
-
-    name: str  # as tables say it, :data:`PLAIN` included
-    title: str  # for people
-    kind: str  # how a record becomes a row
-    rows: int | None  # to be written; None: not known
-    certainty: str  # of `rows`
-    # Arguments of ``datasets.load_dataset``; without `hub` a hub has it not.
-    hub: str | None = None
-    config: str | None = None
-    split: str | None = None
-    files: tuple[str, ...] = ()  # further places below a local folder, which may be patterns
-    columns: Mapping[str, str] = field(default_factory=dict)  # the kind's field to the record's column
-    license: str | None = None  # as stated by the data set's page; None: not known
-    note: str = ""  # a sentence
-    tables: tuple[str, ...] = ()  # that may want it though their runs do not read it (a corpus)
-    # Of an environment's tasks.
-    environment: str = ""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    data_source: str = ""
-    draw: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def base(self) -> str:
-        """The name without :data:`PLAIN`."""
-        return self.name.removesuffix(PLAIN)
-
-    @property
-    def digest(self) -> str:
-        """Of all that decides what is written."""
-        said = [self.name, self.kind, self.config, self.split, dict(self.columns), self.environment, dict(self.kwargs)]
-        text = json.dumps([*said, self.data_source, dict(self.draw), BOXED], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _entries() -> Mapping[str, Mapping[str, Any]]:
-    with importlib.resources.as_file(importlib.resources.files("verl_ext.reproduce") / "sources.yaml") as path:
-        return load_yaml(path)
-
-
-def source_names() -> list[str]:
-    """Names of all data sets, without the plain variants."""
-    return list(_entries())
-
-
-def find_source(name: str) -> Source:
-    """The data set of this name.
-
-    Raises:
-        PrepareError: there is none.
-    """
-    entry = _entries().get(name.removesuffix(PLAIN))
-    if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
-        raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
-    source = TypeAdapter(Source).validate_python({**entry, "name": name})
-    if source.kind not in _COLUMNS or source.certainty not in CERTAINTIES:
-        raise PrepareError(f"sources.yaml: {name}: kind {source.kind!r} or certainty {source.certainty!r} is not known")
-    lacking = [field for field in _COLUMNS[source.kind] if field not in source.columns]
-    if lacking:
-        raise PrepareError(f"sources.yaml: {name}: columns lack {', '.join(lacking)}")
-    return source
-
-
-# --- what is there ------------------------------------------------------------------------------------------------
-
-
-def target_of(source: Source, folder: Path) -> Path:
-    """The file that a data set is prepared in."""
-    if source.kind == "corpus":
-        return folder / f"{source.name}.jsonl"
-    return Path(plan.data_file(source.name, folder))
-
-
-def manifest_of(source: Source, folder: Path) -> Path:
-    """The manifest beside it."""
-    return folder / f"{source.name}.manifest.json"
-
-
-def digest_of(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def verify(name: str, folder: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared data set whose file is as it was written; None if it is not prepared.
-
-    Raises:
-        PrepareError: the file or its manifest is missing, was changed, or was made by another definition.
-    """
-    source = find_source(name)
-    path, manifest_path = target_of(source, folder), manifest_of(source, folder)
-    if not path.exists() and not manifest_path.exists():
-        return None
-    again = f"Delete {path} and {manifest_path.name}, then prepare it again."
-    if not path.exists() or not manifest_path.exists():
-        missing = manifest_path if path.exists() else path
-        raise PrepareError(f"{name}: {missing} is missing beside its other half. {again}")
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        expected, definition = manifest["sha256"], manifest["definition"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PrepareError(f"{name}: {manifest_path} cannot be read as a manifest. {again}") from error
-    if digest_of(path) != expected:
-        raise PrepareError(f"{name}: {path} is not what was prepared (its sha256 differs from the manifest's). {again}")
-    if definition != source.digest:
-        raise PrepareError(f"{name}: {path} was prepared by another definition of the data set. {again}")
-    return manifest
-
 
 # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_ext.methods.groups import Segments, compact_ids, joint_ids, value_ids
-from verl_ext.methods.rows import RowFieldError, Rows, broadcast_rows, row_scores
+from verl_ext.methods.rows import RowFieldError, Rows, broadcast_rows
 
 
 class Colour(enum.Enum):
@@ -123,6 +123,7 @@ def test_zero_variance_threshold():
     assert groups.constant(np.array([1e6, 1e6 + 0.9, 1e6, 1e6 + 1.1])).tolist() == [True, False]
 
 
+@pytest.mark.filterwarnings("error:overflow")
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e3, 1e9, 1e160])
 @pytest.mark.parametrize("spread", [0.0, 0.3e-6, 0.7e-6, 0.99e-6, 1.01e-6, 1.5e-6, 3e-6, 1e-3, 1.0])
 @pytest.mark.parametrize("size", [2, 3, 64])
@@ -138,7 +139,7 @@ def test_zero_variance_is_decided_by_the_spread_of_the_group(scale, spread, size
     assert (deviation[:size] == 0).all() if constant else np.abs(deviation[:size]).max() > 0
     assert (groups.constant(values) == [constant, False]).all()
     standard = groups.standardise(values, ddof=1, epsilon=0.0)
-    assert (standard[:size] == 0).all() if constant else np.isfinite(standard).all()
+    assert np.isfinite(standard).all() and (standard[:size] == 0).all() == constant
 
 
 def test_no_epsilon_and_no_variance_give_no_advantage():
@@ -215,10 +216,11 @@ def test_row_scores_are_float64_sums_of_the_whole_row(dtype):
     whole = torch.cat([sparse, dense])
     ones = torch.ones(3, 1, dtype=dtype)
     for rewards in (dense, sparse, cancelling, unequal, transposed, sparse[:, ::2], whole, ones, dense[:, :0]):
-        scores = row_scores(rewards)
+        scores = Rows(len(rewards)).scores(rewards)
         assert scores.dtype == np.float64
         np.testing.assert_allclose(scores, [math.fsum(row) for row in rewards.tolist()], rtol=1e-13, atol=1e-13)
-    assert np.isnan(row_scores(torch.tensor([[0.0, float("nan")]], dtype=dtype))).all()
+    with pytest.raises(ValueError, match="token_level_rewards is nan in row 0; rewards must be finite numbers"):
+        Rows(1).scores(torch.tensor([[0.0, float("nan")]], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])

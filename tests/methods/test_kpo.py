@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -16,7 +17,7 @@ QS = [1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1e-1, 1.0]
 
 
 def sequential(z, q, mask=None, skip=False):
-    """The recurrence in float64, column by column."""
+    """The recurrence in float64, column by column; q is a number, or one a row."""
     z = np.asarray(z, dtype=np.float64)
     mask = np.ones(z.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
     out = np.zeros_like(z)
@@ -70,13 +71,21 @@ def test_vectors(case, dtype):
     assert_expected(case, "filtered_log_ratio", kalman_filter((new - old).detach(), q, mask) * mask)
 
 
-@pytest.mark.parametrize("q", QS)
-@pytest.mark.parametrize("length", [1, 2, 17, 4096, 131072])
-def test_filter_matches_the_sequential_recurrence(q, length):
+@functools.cache
+def observations(length):
+    """z [rows, T], and the recurrence over z and over |z| for every q of QS, [q, 2, rows, T]."""
     rng = np.random.default_rng(length)
     rows = 2 if length > 10000 else 5
     z = rng.normal(size=(rows, length)) * 0.1 + rng.normal(size=(rows, 1)) * 0.05
-    expected, scale = np.split(sequential(np.concatenate([z, np.abs(z)]), q), 2)
+    every = sequential(np.tile([*z, *np.abs(z)], (len(QS), 1)), np.repeat(QS, 2 * rows))
+    return z, every.reshape(len(QS), 2, rows, length)
+
+
+@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize("length", [1, 2, 17, 4096, 131072])
+def test_filter_matches_the_sequential_recurrence(q, length):
+    z, every = observations(length)
+    expected, scale = every[QS.index(q)]
     double = kalman_filter(torch.from_numpy(z), q).numpy()
     assert np.abs(double - expected).max() <= 1e-12 * max(1.0, np.abs(z).max())
     single = kalman_filter(torch.from_numpy(z).float(), q).numpy()

@@ -41,14 +41,10 @@ def test_vectors(case):
 @pytest.mark.parametrize("case", load_cases("trloo"), ids=case_name)
 def test_vectors_turn_return(case):
     trajectory = joint_ids(value_ids(row_field(case, "index")), value_ids(row_field(case, "traj_uid")))
-    valid = row_field(case, "valid_row") if "valid_row" in case["inputs"] else None
-    returns = turn_returns(
-        row_field(case, "turn_reward"),
-        trajectory,
-        row_field(case, "turn_index"),
-        gamma=case["config"]["gamma"],
-        valid_row=valid,
-    )
+    reward = np.asarray(row_field(case, "turn_reward"), dtype=np.float64)
+    if "valid_row" in case["inputs"]:
+        reward = np.where(row_field(case, "valid_row"), reward, 0.0)
+    returns = turn_returns(reward, trajectory, row_field(case, "turn_index"), gamma=case["config"]["gamma"])
     assert_expected(case, "turn_return", returns)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from verl_ext import methods
 from verl_ext.integration import metrics
 from verl_ext.integration.columns import (
     FROM_EXTRA_FIELDS,
@@ -112,7 +113,7 @@ class Estimator:
 
         call.__name__ = call.__qualname__ = self.name
         call.__doc__ = (
-            f"Registered as ``{self.name}``: {inspect.getdoc(self.method)}\n\n"
+            f"Registered as ``{self.name}``: {inspect.getdoc(self.method)}\n\n{inspect.getdoc(methods)}\n\n"
             f"The options are read from ``config``, verl's ``algorithm`` node: {', '.join(self.parameters.options)} at "
             f"``{self.name}.*``."
         )

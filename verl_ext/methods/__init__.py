@@ -1,9 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of the methods: pure functions of torch tensors and numpy columns.
+"""The methods as their papers write them: functions of tensors and columns that know nothing of verl.
 
-Nothing here knows verl, Ray or a config object, so every function can be called from a notebook or a test. Each
-method has a module of its own over the shared parts `groups` (group keys and float64 segment statistics), `returns`
-(discounted turn returns, token reward-to-go), `rows` (input checks, row scores, broadcasting) and `options` (what a
-signature says of a method's options). What needs the whole vocabulary (`dvp`, `vocabulary`) stands on `logits_pass`,
+A method is ``<name>_advantage(token_level_rewards, response_mask, index, *, ...) -> Advantage`` in a file of its own.
+What tensors and columns mean is the same everywhere and said here; a method's docstring has its formula and options:
+
+    token_level_rewards: [B, T] float; the score of a row is the sum of its tokens' rewards, masked ones too
+    response_mask: [B, T] of 0 and 1, the model's tokens
+    index: [B] uid of the prompt
+    traj_uid: [B] uid of the trajectory; may repeat in another prompt
+    turn_index: [B] chronological place of the row in its trajectory, all agents counted
+    agent_id: [B] the agent that produced the row
+    anchor_obs: [B] raw observation before the row, without history or template
+    turn_reward: [B] reward of the row alone
+    is_action_valid: [B] bool; None: every action was valid
+    valid_row: [B] bool; None: all True. Rows with False are no samples: they enter no statistic and get 0
+    row_fields: further columns by name
+    group_by: columns that make a group: rows that agree in all of them are compared
+
+A column has one entry a row (an array, a tensor or a list), compared by value. A rejected row (its mask is all 0, its
+`valid_row` True) stays a sample. Statistics are float64; a group whose rewards are equal up to rounding gets exactly 0.
+A result (`Advantage`) unpacks as advantages and returns, [B, T] float32 and 0 at masked positions; they are one tensor
+where all tokens of a row share a value.
+
+What cannot be used raises an error that names it, its row and the remedy: `RowFieldError` for a column, `OptionError`
+for an option, ValueError for a shape or a reward (NaN, infinity, a result beyond float32). All are ValueErrors.
+
+The parts that methods share: `groups` (keys by value, statistics of groups), `returns`, `rows` (columns, checks, the
+result) and `options` (what a signature says). `dvp` and `vocabulary` stand on the pass over the logits, `logits_pass`,
 which computes by plain torch (`logits_torch`) or by kernels for CUDA tensors (`logits_triton`).
 """

@@ -18,6 +18,7 @@ import math
 
 import torch
 
+from verl_ext.methods.returns import accumulated
 from verl_ext.methods.rows import check_token_field
 
 LARGEST_LOG_RATIO = 20.0
@@ -60,21 +61,9 @@ def divergence_augmented_terms(
     ratio = log_ratio.exp()
 
     d, weight = log_ratio.detach().double(), ratio.detach().double()
-    ahead = _accumulated(
+    V = accumulated(
         torch.where(token, weight.clamp(max=rho_bar) * d, 0.0), torch.where(token, weight.clamp(max=c), 1.0)
     )
-    divergence = torch.where(token, d + torch.nn.functional.pad(ahead[:, 1:], (0, min(1, d.shape[1]))), 0.0)
+    divergence = torch.where(token, d + torch.nn.functional.pad(V[:, 1:], (0, min(1, d.shape[1]))), 0.0)
     effective = torch.where(token, advantages.detach() - beta * divergence.to(log_prob.dtype), 0.0)
     return -effective * ratio, divergence
-
-
-def _accumulated(value: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
-    """V_t = value_t + carry_t V_{t+1} along the last dimension, by doubling: log2(T) passes."""
-    distance, length = 1, value.shape[1]
-    while distance < length:
-        value = torch.cat(
-            [value[:, :-distance] + carry[:, :-distance] * value[:, distance:], value[:, -distance:]], dim=1
-        )
-        carry = torch.cat([carry[:, :-distance] * carry[:, distance:], torch.zeros_like(carry[:, -distance:])], dim=1)
-        distance *= 2
-    return value

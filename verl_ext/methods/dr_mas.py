@@ -42,30 +42,21 @@ def dr_mas_advantage(
     """Advantages normalised with the reward statistics of each agent, or of the prompt as a baseline.
 
     Rows, not trajectories, are the samples of "agent" and "global_rows", so an agent that speaks often in a trajectory
-    weighs that trajectory more. Statistics are float64; a group of zero variance gets exactly 0.
+    weighs that trajectory more.
 
-    Args:
-        token_level_rewards: [B, T] float; its row sum is the outcome of the trajectory, the same on all of its rows.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
-        traj_uid: [B] trajectory id; required by level "global".
-        turn_index: [B] turn of the row; used in error messages only.
-        agent_id: [B] agent that produced the row; required by level "agent".
-        is_action_valid: [B] bool; None means that every action was valid.
-        valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
-        row_fields: further columns for group_by.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        token_level_rewards: the score is the outcome of the trajectory, the same on all of its rows.
+        traj_uid: required by level "global".
+        turn_index: used in error messages only.
+        agent_id: required by level "agent".
         level: "agent" (the method), "global" (the released baseline, equal to GRPO over trajectories) or "global_rows".
         norm_by_std: divide by the unbiased standard deviation + epsilon.
         invalid_action_penalty_coef: c, at least 0; published 0.1 (math), 0.01 (search).
         epsilon: added to the standard deviation, above 0; 1e-6 released.
-        group_by: row fields that make a group; by default [index, agent_id] at level "agent" and [index] otherwise.
+        group_by: by default [index, agent_id] at level "agent" and [index] otherwise.
 
     Returns:
-        the same [B, T] float32 tensor as advantages and returns.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a reward (NaN, infinity) is wrong.
+        one value a row.
 
     Source: langfengQ/DrMAS, verl/trainer/ppo/core_algos.py and ray_trainer.py.
     """

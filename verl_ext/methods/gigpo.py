@@ -48,18 +48,11 @@ def gigpo_advantage(
 ) -> Advantage:
     """Episode-level group advantage plus a step-level advantage among rows with the same observation.
 
-    Rejected rows (all-zero mask, valid_row True) stay in the groups; rows with valid_row False are removed and their
-    reward counts 0. A group of zero variance gets exactly 0.
+    Rows with valid_row False are removed; their reward counts 0 in the returns of earlier steps.
 
-    Args:
-        token_level_rewards: [B, T] float; its row sum is the episode return, the same on all rows of a trajectory.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
-        traj_uid, turn_index: [B] trajectory id, and chronological step of the row in it.
-        anchor_obs: [B] raw observation of the step, compared by value.
-        turn_reward: [B] environment reward of the step; single-turn data may leave it out.
-        is_action_valid, valid_row: [B] bool; None means all True.
-        row_fields: further columns for group_by.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        token_level_rewards: the score is the episode return, the same on all rows of a trajectory.
+        turn_reward: reward of the step from the environment; single-turn data may leave it out.
         gamma: discount a step, in [0, 1]; 0.95 published.
         mode: "mean_std_norm" (ALFWorld) or "mean_norm" (WebShop, released default).
         step_advantage_w: w; 1.0 published.
@@ -69,14 +62,10 @@ def gigpo_advantage(
         similarity_thresh: ratio in (0, 1] from which two texts are similar; 0.9 in the search setting.
         invalid_action_penalty_coef: c, at least 0; 0.1 published (search 0.01).
         epsilon: added to the standard deviations, above 0.
-        group_by: row fields that make an episode group; step groups split it by observation.
+        group_by: columns of an episode group; step groups split it by observation.
 
     Returns:
-        the same [B, T] float32 tensor as advantages and returns; groups are the step groups.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a reward (NaN, infinity) is wrong.
+        one value a row; groups are the step groups.
 
     Source: langfengQ/verl-agent, gigpo/core_gigpo.py.
     """

@@ -33,11 +33,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def value_key(value: Any) -> Any:
-    """Return a hashable key that is equal for equal values and different for different ones.
+    """A hashable key, equal for equal values and different for different ones.
 
-    Mappings compare by their items whatever the order, lists and tuples element by element (a list equals the tuple
-    with the same elements), arrays and tensors by shape and values (whatever the numeric dtype), enum members by class
-    and name, everything else by its own `==`.
+    Mappings compare by their items whatever the order, lists and tuples alike element by element, arrays and tensors by
+    shape and values whatever the numeric dtype, enum members by class and name, everything else by its own `==`.
 
     Raises:
         TypeError: for an object that can only be compared by identity.
@@ -79,14 +78,9 @@ def _array_key(array: np.ndarray) -> Any:
 
 
 def value_ids(column: Column) -> np.ndarray:
-    """Map a column of B entries to int64 ids in 0..K-1; two rows share an id exactly when their entries are equal.
+    """Ids 0..K-1 of the entries, [B] int64: two rows share an id exactly when their entries are equal.
 
-    Args:
-        column: B entries of any kind that `value_key` can compare. A numeric array with more than one dimension is read
-            as one array entry a row.
-
-    Returns:
-        ids: [B] int64, contiguous.
+    An array of several dimensions has one array a row.
 
     Raises:
         TypeError: an entry can only be compared by identity.
@@ -110,7 +104,7 @@ def compact_ids(codes: np.ndarray) -> np.ndarray:
 
 
 def joint_ids(*ids: np.ndarray) -> np.ndarray:
-    """Combine id columns of length B into one contiguous id column: rows share it when they agree in every column."""
+    """One contiguous id column of several, each [B]: rows share an id when they agree in every column."""
     joint = compact_ids(ids[0])
     for other in ids[1:]:
         joint = compact_ids(joint * (other.max(initial=0) + 1) + other)
@@ -120,10 +114,8 @@ def joint_ids(*ids: np.ndarray) -> np.ndarray:
 class Segments:
     """Statistics, in float64, of the rows that share an id.
 
-    Args:
-        ids: [B] int64, contiguous ids 0..K-1 (see `value_ids`, `joint_ids`).
-
     Attributes:
+        ids: [B] int64, contiguous ids 0..K-1 (see `value_ids`, `joint_ids`).
         number: K.
         count: [K] number of rows of each group.
         rows: [B] number of rows in the row's own group.
@@ -143,11 +135,15 @@ class Segments:
         """Mean of each group, [K]."""
         return self.sum(values) / np.maximum(self.count, 1)
 
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """Largest value of each group, [K]."""
+        largest = np.full(self.number, -np.inf)
+        np.maximum.at(largest, self.ids, values)
+        return largest
+
     def constant(self, values: np.ndarray) -> np.ndarray:
         """Whether a group has zero variance, [K] bool: max - min <= 1e-6 * max(1, max|x|)."""
-        high, low = np.full(self.number, -np.inf), np.full(self.number, np.inf)
-        np.maximum.at(high, self.ids, values)
-        np.minimum.at(low, self.ids, values)
+        high, low = self.largest(values), -self.largest(-values)
         return high - low <= ZERO_VARIANCE_RTOL * np.maximum(1.0, np.maximum(high, -low))
 
     def deviation(self, values: np.ndarray) -> np.ndarray:
@@ -160,7 +156,10 @@ class Segments:
 
     def std(self, deviation: np.ndarray, ddof: int) -> np.ndarray:
         """Standard deviation of the row's group, [B], from `deviation`; 0 in a group of no more than ddof rows."""
-        return np.sqrt(self.sum(deviation**2) / np.maximum(self.count - ddof, 1))[self.ids]
+        unit = self.largest(np.abs(deviation))
+        unit[unit == 0] = 1.0
+        squares = (deviation / unit[self.ids]) ** 2  # of numbers up to 1: those of 1e160 are beyond float64
+        return (unit * np.sqrt(self.sum(squares) / np.maximum(self.count - ddof, 1)))[self.ids]
 
     def leave_one_out(self, values: np.ndarray) -> np.ndarray:
         """`x - mean of the others`, [B], as N/(N-1) (x - mean); x itself in a group of one."""

@@ -54,18 +54,12 @@ def hgpo_advantage(
     """Step advantages combined over groups that share 0, 1, ..., K past observations.
 
     Early steps have fewer levels; revisits of a state inside one trajectory join its groups; actions are not part of a
-    key. Rejected rows (all-zero mask, valid_row True) stay in the groups; rows with valid_row False are removed from
-    groups and histories and their reward counts 0. A lone trajectory without revisits gets 0 everywhere.
+    key. Rows with valid_row False are removed from groups and histories, and their reward counts 0. A lone trajectory
+    without revisits gets 0 everywhere.
 
-    Args:
-        token_level_rewards: [B, T] float; its row sum is the episode return, used by base_group.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
-        traj_uid, turn_index: [B] trajectory id, and chronological step of the row in it.
-        anchor_obs: [B] raw observation of the step, without history or template, compared by value.
-        turn_reward: [B] environment reward of the step; single-turn data may leave it out.
-        is_action_valid, valid_row: [B] bool; None means all True.
-        row_fields: further columns for group_by.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        token_level_rewards: the score is the episode return, used by base_group.
+        turn_reward: reward of the step from the environment; single-turn data may leave it out.
         gamma: discount a step, in [0, 1]; 0.95 published.
         history_length: K, the number of past steps that the prompt shows; 2 or 4 published.
         mode: "mean_std_norm" (ALFWorld) or "mean_norm" (WebShop).
@@ -74,14 +68,10 @@ def hgpo_advantage(
         level_weights: "released": (k+1)^alpha for k = 1..K+1, i.e. 2:3:4 for K = 2. "paper": k^alpha, i.e. 1:2:3.
         invalid_action_penalty_coef: c, at least 0; 0.1 published.
         epsilon: added to the standard deviations, above 0.
-        group_by: row fields that make a group; each level splits it by observations.
+        group_by: columns of a group; each level splits it by observations.
 
     Returns:
-        the same [B, T] float32 tensor as advantages and returns; details: levels, the group ids of each level.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a reward (NaN, infinity) is wrong.
+        one value a row; details: levels, the group ids of each level.
 
     Source: langfengQ/verl-agent, recipe/hgpo/core_hgpo.py.
     """

@@ -17,26 +17,20 @@ length and q.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from verl_ext.methods.options import check_choice, check_range
+from verl_ext.methods.options import NotNegative, Positive, check_choice, check_range, checked
 from verl_ext.methods.rows import check_token_field, on_model_tokens
-
-MASK_MODES = ("zero_observation", "skip")
 
 #: A chunk of the filter ends before its product of (1 - K) falls below e^-20.
 CHUNK_DECAY = 20.0
 
 
 def steady_state_gain(q: float) -> float:
-    """K for t to infinity, (-q + sqrt(q^2 + 4 q)) / 2, about sqrt(q) for small q.
-
-    Args:
-        q: ratio Q/R of process to observation noise, > 0.
-    """
+    """K for t to infinity, (-q + sqrt(q^2 + 4 q)) / 2, about sqrt(q) for small q = Q/R > 0."""
     if not (q > 0 and math.isfinite(q)):
         raise ValueError(f"q = Q/R = {q!r} must be a positive number")
     return 2.0 * q / (q + math.sqrt(q * q + 4.0 * q))  # the same number without cancellation
@@ -48,15 +42,7 @@ def time_constant(q: float) -> float:
 
 
 def kalman_gains(length: int, q: float) -> np.ndarray:
-    """Gains K_1..K_length, in closed form.
-
-    Args:
-        length: number of columns T.
-        q: ratio Q/R, > 0.
-
-    Returns:
-        [length] float64.
-    """
+    """Gains K_1..K_length of the ratio q = Q/R > 0 in closed form, [length] float64."""
     check_range("length", length, 0)
     f = steady_state_gain(q)
     exponent = 2.0 * np.arange(1, length + 1) * math.log1p(-f)
@@ -108,7 +94,7 @@ def kalman_filter(
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, without its floor on the gains.
     """
-    check_choice("mask_mode", mask_mode, MASK_MODES)
+    check_choice("mask_mode", mask_mode, ("zero_observation", "skip"))
     steady_state_gain(q)
     if z.ndim != 2:
         raise ValueError(f"z must be [B, T], got shape {tuple(z.shape)}")
@@ -118,19 +104,20 @@ def kalman_filter(
     return _filter_skipping(z, mask, q) if mask_mode == "skip" else _filter(z, q)
 
 
+@checked
 def kpo_loss_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    q: float = 1e-6,
-    r: float = 1.0,
+    q: Positive = 1e-6,
+    r: Positive = 1.0,
     is_clip: bool = True,
-    clip_ratio_low: float = 3e-4,
-    clip_ratio_high: float = 4e-4,
-    max_log_ratio: float = 10.0,
-    mask_mode: str = "zero_observation",
+    clip_ratio_low: NotNegative = 3e-4,
+    clip_ratio_high: NotNegative = 4e-4,
+    max_log_ratio: Positive = 10.0,
+    mask_mode: Literal["zero_observation", "skip"] = "zero_observation",
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Token losses of KPO, before aggregation.
@@ -165,20 +152,14 @@ def kpo_loss_terms(
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, evaluated exactly.
     """
-    check_choice("mask_mode", mask_mode, MASK_MODES)
-    for name, value in (("q", q), ("r", r), ("max_log_ratio", max_log_ratio)):
-        if not value > 0:
-            raise ValueError(f"{name}={value!r} must be positive")
-    check_range("clip_ratio_low", clip_ratio_low, 0.0)
-    check_range("clip_ratio_high", clip_ratio_high, 0.0)
     if log_prob.ndim != 2:
         raise ValueError(f"log_prob must be [B, T], got shape {tuple(log_prob.shape)}")
-    for name, field in (("old_log_prob", old_log_prob), ("advantages", advantages), ("response_mask", response_mask)):
-        if field.shape != log_prob.shape:
-            raise ValueError(f"{name} has shape {tuple(field.shape)}, log_prob has shape {tuple(log_prob.shape)}")
+    fields = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     if rollout_is_weights is not None:
-        check_token_field("rollout_is_weights", rollout_is_weights, response_mask)
-    ratio = float(q) / float(r)
+        fields["rollout_is_weights"] = rollout_is_weights
+    for name, field in fields.items():
+        check_token_field(name, field, response_mask)
+    ratio = q / r
     dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
     mask = response_mask.bool()
 

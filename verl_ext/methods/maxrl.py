@@ -34,21 +34,12 @@ def maxrl_advantage(
     Of rewards 0 and 1 and N samples the expected update is the gradient of the log-likelihood of success, expanded to
     order N - 1: the rarer the successes of a prompt, the more each of them weighs.
 
-    Args:
-        token_level_rewards: [B, T] float; its row sum is the outcome of the row's trajectory, at least 0.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
-        traj_uid: [B] trajectory id; a trajectory is one sample. None: every row is a trajectory.
-        valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
-        row_fields: further columns for group_by.
-        group_by: row fields that make a group.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        token_level_rewards: the score is the outcome of the row's trajectory; ValueError if it is negative.
+        traj_uid: a trajectory is one sample. None: every row is a trajectory.
 
     Returns:
-        the same [B, T] float32 tensor as advantages and returns.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a reward (negative, NaN, infinity) is wrong.
+        one value a row.
 
     Source: arXiv 2602.02710.
     """

@@ -51,29 +51,20 @@ def otb_advantage(
     Rejected rows (all-zero mask) leave the sums, and a sample that nothing can be compared with keeps A = G. Identical
     rewards leave A = G epsilon / (W + epsilon): rounding size, as nothing divides by a spread here.
 
-    Args:
-        token_level_rewards: [B, T] float; rewards on model tokens.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        token_level_rewards: those of model tokens count.
         old_log_probs: [B, T] log-probability of the sampled token under the policy at batch start.
         sum_pi_squared: [B, T] sum over the vocabulary of the squared probabilities, from float32 logits.
         rollout_is_weights: [B, T] detached importance weights; w_t is multiplied by their square inside the sum.
-        valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
-        row_fields: further columns for group_by.
         alignment: "model_tokens": position t is the t-th model token of a row, so tool tokens do not shift the
             comparison. "column": position t is the column, the numbers of verl's optimal_token_baseline.
         baseline: "self_inclusive" (released, biased for few samples) or "leave_one_out" (unbiased; no released code):
             the sums of B without the sample itself, 0 where no other sample is alive.
         handle_zero_tail: B = 0 where fewer than two samples are alive (otherwise A = 0 on the tail of the longest row).
         epsilon: added to the sum of weights, at least 0; 1e-8 released.
-        group_by: row fields that make a group.
 
     Returns:
-        A and G, both [B, T] float32, 0 at masked positions, with the rows and groups.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a value on a model token (NaN, infinity) is wrong, or the result overflows.
+        A and G.
 
     Source: arXiv 2602.07078; verl 0.9.1, verl/trainer/ppo/core_algos.py, (tir_)optimal_token_baseline.
     """

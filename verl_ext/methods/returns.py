@@ -19,45 +19,40 @@ def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarr
     return order, number - np.maximum.accumulate(np.where(first, number, 0))
 
 
-def turn_returns(
-    rewards: np.ndarray,
-    trajectory: np.ndarray,
-    turn_index: np.ndarray,
-    *,
-    gamma: float,
-    valid_row: np.ndarray | None = None,
-) -> np.ndarray:
+def turn_returns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.ndarray, *, gamma: float) -> np.ndarray:
     """Discounted return of every row over the later turns of its trajectory, [B] float64.
 
         G_i = R_i + gamma^(turn_index[next(i)] - turn_index[i]) * G_next(i)
 
     `next(i)` is the row of the same trajectory with the next larger turn_index, so the exponent of a reward is the
-    distance in turns even when a turn in between is missing. A row with `valid_row` False contributes reward 0 but
-    still discounts.
+    distance in turns even when a turn in between is missing.
 
     Args:
         rewards: [B] float64, reward of each row alone.
         trajectory: [B] int64 trajectory ids, at least 0, that already separate prompts.
         turn_index: [B] int64, chronological position in the trajectory; row order plays no part.
         gamma: discount a turn, in [0, 1].
-        valid_row: [B] bool, all True when None.
     """
     order, place = chronology(trajectory, turn_index)
-    total = np.asarray(rewards, dtype=np.float64)[order]
-    if valid_row is not None:
-        total[~valid_row[order]] = 0.0
-    gap = np.diff(turn_index[order], append=0)
-    has_next = np.append(place[1:] > 0, False)
-    carry = np.where(has_next, np.power(float(gamma), np.where(has_next, gap, 0)), 0.0)
-    # Doubling: after step d, total[i] sums the next 2d rows and carry[i] discounts the rest; log2(turns) steps.
-    distance = 1
-    while distance < total.size and carry.any():
-        total[:-distance] += carry[:-distance] * total[distance:]
-        carry = np.append(carry[:-distance] * carry[distance:], np.zeros(distance))
+    has_next = np.append(place[1:] > 0, False)[: order.size]
+    gap = np.where(has_next, np.diff(turn_index[order], append=0), 0)
+    carry = np.where(has_next, float(gamma) ** gap, 0.0)
+    G = np.empty(order.size)
+    G[order] = accumulated(torch.from_numpy(rewards[order]), torch.from_numpy(carry)).numpy()
+    return G
+
+
+def accumulated(value: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
+    """V_t = value_t + carry_t V_{t+1} along the last dimension, in as many passes as the length has binary digits.
+
+    After the pass with distance d, V_t has the terms up to t + 2d - 1, and carry_t is the weight of those beyond.
+    """
+    value, distance = value.clone(), 1
+    while distance < value.shape[-1] and carry.any():
+        value[..., :-distance] += carry[..., :-distance] * value[..., distance:]
+        carry = torch.nn.functional.pad(carry[..., :-distance] * carry[..., distance:], (0, distance))
         distance *= 2
-    result = np.empty_like(total)
-    result[order] = total
-    return result
+    return value
 
 
 def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.ndarray) -> np.ndarray:

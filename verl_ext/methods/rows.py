@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl_ext.methods.groups import LARGEST_EXACT, Column, joint_ids, to_numpy, value_ids
-from verl_ext.methods.returns import turn_returns
+from verl_ext.methods.returns import chronology, turn_returns
 
 #: Fields that say where a row is, in error messages.
 LABELS = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
@@ -39,7 +39,7 @@ class MissingFieldError(RowFieldError):
 
 
 def check_tokens(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> tuple[int, int]:
-    """Check that both are [B, T] tensors and return (B, T)."""
+    """(B, T), or ValueError unless both are [B, T] tensors."""
     if token_level_rewards.ndim != 2:
         raise ValueError(f"token_level_rewards must be [B, T], got shape {tuple(token_level_rewards.shape)}")
     check_token_field("token_level_rewards", token_level_rewards, response_mask)
@@ -47,23 +47,19 @@ def check_tokens(token_level_rewards: torch.Tensor, response_mask: torch.Tensor)
 
 
 def check_token_field(name: str, tokens: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Check that a token field is there and has the shape of response_mask, and return it."""
+    """The token field, or an error unless it is there and has the shape of response_mask."""
+    shape = tuple(response_mask.shape)
     if tokens is None:
-        raise RowFieldError(f"{name} is required, a tensor of shape {tuple(response_mask.shape)}")
-    if tokens.shape != response_mask.shape:
-        shapes = f"response_mask has shape {tuple(response_mask.shape)}, {name} has shape {tuple(tokens.shape)}"
-        raise ValueError(f"{shapes}; they must be equal")
+        raise RowFieldError(f"{name} is required, a tensor of shape {shape}")
+    if tuple(tokens.shape) != shape:
+        raise ValueError(f"response_mask has shape {shape}, {name} has shape {tuple(tokens.shape)}; they must be equal")
     return tokens
 
 
 def on_model_tokens(name: str, tokens: torch.Tensor, mask: torch.Tensor, where: Callable[..., str]) -> torch.Tensor:
-    """The field with 0 at masked positions, whatever they hold; ValueError names a model token that is not finite.
+    """The field, [..., T], with 0 where the mask is False; ValueError names a model token that is not finite.
 
-    Args:
-        name: of the field.
-        tokens: [..., T] float.
-        mask: [..., T] bool.
-        where: words for a row, from its position in each dimension but the last.
+    `where` has words for a row, from its position in each dimension but the last.
     """
     tokens = torch.where(mask, tokens, 0.0)
     if not torch.isfinite(tokens.detach().sum(dtype=torch.float64)):
@@ -71,14 +67,6 @@ def on_model_tokens(name: str, tokens: torch.Tensor, mask: torch.Tensor, where: 
             place = f"a model token (column {column}) of {where(*row)}"
             raise ValueError(f"{name} holds NaN or infinity on {place}: {tokens[(*row, column)].item():g}")
     return tokens
-
-
-def row_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
-    """Row score S_i: the float64 sum of a row's token rewards over the whole row, [B].
-
-    The mask plays no part: a rejected row has an all-zero mask and keeps its score.
-    """
-    return to_numpy(token_level_rewards).sum(-1, dtype=np.float64)
 
 
 def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
@@ -95,14 +83,10 @@ class Rows:
     """The columns of a batch, restricted to its valid rows.
 
     Args:
-        batch: number of rows B.
-        valid_row: [B] bool or None (all True). Rows with False are no samples.
+        batch: number of rows B, an attribute as well.
+        valid_row: [B] bool or None (all True). Rows with False are no samples; those left are at `kept`, [V].
         row_fields: further columns by name, for `group_by`.
         **fields: the named columns; None means that the column was not given.
-
-    Attributes:
-        batch: B.
-        kept: [V] positions of the valid rows.
 
     Raises:
         RowFieldError: a column has the wrong length or `valid_row` is not boolean.
@@ -117,16 +101,14 @@ class Rows:
         **fields: Column | None,
     ):
         self.batch, self.kept = batch, np.arange(batch)
-        self._columns: dict[str, np.ndarray] = {}
+        given = {**(row_fields or {}), **fields, "valid_row": valid_row}
+        self._columns = {name: self._array(name, column) for name, column in given.items() if column is not None}
         self._ids: dict[str, np.ndarray] = {}
-        for name, column in [*(row_fields or {}).items(), *fields.items(), ("valid_row", valid_row)]:
-            if column is not None:
-                self._columns[name] = self._array(name, column)
         if valid_row is not None:
             self.keep(self.bools("valid_row"))
 
     def _array(self, name: str, column: Column) -> np.ndarray:
-        """The column as an array with one entry a row, of objects unless it was an array of numbers."""
+        """The column as an array, of objects unless it was an array or a tensor."""
         if isinstance(column, torch.Tensor):
             column = to_numpy(column)
         if len(column) != self.batch:
@@ -135,11 +117,10 @@ class Rows:
 
     def keep(self, chosen: np.ndarray) -> None:
         """Drop the rows for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
-        if chosen.all():
-            return
-        self.kept = self.kept[chosen]
-        self._columns = {name: column[chosen] for name, column in self._columns.items()}
-        self._ids.clear()
+        if not chosen.all():
+            self.kept = self.kept[chosen]
+            self._columns = {name: column[chosen] for name, column in self._columns.items()}
+            self._ids.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -155,9 +136,7 @@ class Rows:
         array = self.column(name)
         if array.dtype == object:
             values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in array]
-            for row, value in enumerate(values):
-                if not isinstance(value, numbers.Real):
-                    raise RowFieldError(f"row field '{name}' must be {what}, got {value!r} in {self.where(row)}")
+            self.refuse(name, what, values, np.array([not isinstance(value, numbers.Real) for value in values]))
             array = np.array(values) if values else np.zeros(0)
         if array.ndim == 2 and array.shape[1] == 1:
             array = array[:, 0]
@@ -165,15 +144,16 @@ class Rows:
             raise RowFieldError(f"row field '{name}' must be {what}, got dtype {array.dtype}, shape {array.shape}")
         return array
 
-    def refuse(self, name: str, what: str, array: np.ndarray, wrong: np.ndarray) -> None:
+    def refuse(self, name: str, what: str, values: Sequence[Any] | np.ndarray, wrong: np.ndarray) -> None:
         """RowFieldError that says `what` the column must be and names the first of the valid rows that is `wrong`."""
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise RowFieldError(f"row field '{name}' must be {what}, got {array[row]} in {self.where(row)}")
+            value = values[row].item() if isinstance(values, np.ndarray) else values[row]
+            raise RowFieldError(f"row field '{name}' must be {what}, got {value!r} in {self.where(row)}")
 
     def floats(self, name: str) -> np.ndarray:
         """A column of finite numbers, [V] float64; ValueError names the first row that holds NaN or infinity."""
-        return self.check_finite(name, self._numbers(name, "a number a row").astype(np.float64))
+        return self._finite(name, self._numbers(name, "a number a row").astype(np.float64))
 
     def measured(self, name: str) -> np.ndarray:
         """A column of numbers of which some were not measured (None or NaN: they are 0), [V] float64."""
@@ -204,11 +184,11 @@ class Rows:
         return np.where(self.bools("is_action_valid"), 0.0, coefficient)
 
     def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
-        """Row scores S_i of the valid rows, [V] float64; ValueError names the first row that holds NaN or infinity."""
-        return self.check_finite("token_level_rewards", row_scores(token_level_rewards)[self.kept])
+        """Row scores S_i, [V] float64: sums over the whole row, since a rejected one keeps its score."""
+        return self._finite("token_level_rewards", to_numpy(token_level_rewards).sum(-1, dtype=np.float64)[self.kept])
 
-    def check_finite(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return `values` ([V], one a valid row), or raise ValueError that names the first row that is not finite."""
+    def _finite(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The values, [V]; ValueError names the first row where there is none or an infinite one."""
         finite = np.isfinite(values)
         if not finite.all():
             row = int(np.argmin(finite))
@@ -245,12 +225,12 @@ class Rows:
             self._columns["traj_uid"] = np.arange(len(self.kept))
             self._columns["turn_index"] = np.zeros(len(self.kept), dtype=np.int64)
         trajectory, turn = self.trajectories(), self.ints("turn_index")
-        order = np.lexsort((turn, trajectory))
-        again = (np.diff(trajectory[order]) == 0) & (np.diff(turn[order]) == 0)
-        if again.any():
+        order, place = chronology(trajectory, turn)
+        again = order[1:][(place[1:] > 0) & (np.diff(turn[order]) == 0)]
+        if again.size:
             raise RowFieldError(
-                f"row field 'turn_index' repeats in {self.where(int(order[1:][again][0]))}; number the rows of a "
-                "trajectory chronologically, all agents counted, and mark copies with valid_row False"
+                f"row field 'turn_index' repeats in {self.where(again[0])}; number the rows of a trajectory "
+                "chronologically, all agents counted, and mark copies with valid_row False"
             )
         return trajectory, turn
 

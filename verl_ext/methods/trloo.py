@@ -47,28 +47,16 @@ def trloo_advantage(
     with valid_row False do not, their reward counts 0 in earlier returns and they get advantage 0. Single-turn data
     gives neither traj_uid nor turn_index: every row is a trajectory of one turn.
 
-    Args:
-        token_level_rewards: [B, T] float. The row score, its sum, is the row's reward when turn_reward is None.
-        response_mask: [B, T] of 0 and 1.
-        index: [B] prompt uid.
-        traj_uid: [B] trajectory id.
-        turn_index: [B] chronological turn of the row in its trajectory.
-        turn_reward: [B] reward of the row alone.
-        valid_row: [B] bool; None means all True.
-        row_fields: further columns for group_by.
+    Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
+        turn_reward: None: the row's score.
         gamma: discount a turn, in [0, 1]; 1.0 published.
         baseline: "leave_one_out", or "mean" for the self-inclusive turn mean without std (a group of one keeps A = G).
         batch_std: whiten the row advantages over the valid rows of the batch afterwards (unbiased variance + 1e-8).
         mask_regressions: treat a turn with reward <= 0 after an earlier positive one as valid_row False (released
             option mask_void_turn; biased, off by default).
-        group_by: row fields that make a group.
 
     Returns:
-        the same [B, T] float32 tensor as advantages and returns; details: turn [V] int64, turn_return G [V] float64.
-
-    Raises:
-        RowFieldError: a needed column is missing or cannot be used.
-        ValueError: a shape, an option or a reward (NaN, infinity) is wrong; names the value and its place.
+        one value a row; details: turn [V] int64, turn_return G [V] float64.
 
     Source: arXiv 2602.05885; hkust-nlp/KernelGYM, drkernel/kernel/kernel_trainer.py.
     """
@@ -80,7 +68,7 @@ def trloo_advantage(
     sample = np.ones(len(reward), dtype=bool)
     if mask_regressions:
         sample = ~regressed_turns(reward, trajectory, turn)
-    G = turn_returns(reward, trajectory, turn, gamma=gamma, valid_row=sample)[sample]
+    G = turn_returns(np.where(sample, reward, 0.0), trajectory, turn, gamma=gamma)[sample]
     rows.keep(sample)
 
     group = rows.keys(group_by)

@@ -38,11 +38,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def standing_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
-    """For tests of what happens between start and end: with VERL_EXT_STANDING_RAY=1 their runs share a Ray and imports.
-
-    Off by default: Ray may end the trainer of such a run within seconds ("all references to the actor were removed"),
-    and then each is done again in a Ray of its own.
-    """
-    if os.environ.get("VERL_EXT_STANDING_RAY") != "1":
+    """For tests of what happens between start and end: their runs share a Ray and imports (VERL_EXT_STANDING_RAY=0: not)."""
+    if os.environ.get("VERL_EXT_STANDING_RAY") == "0":
         return lab
     return replace(lab, standing=request.getfixturevalue("standing_ray"))

@@ -71,7 +71,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Path:
-    """Single-turn prompts whose reward is the share of digits in the answer (see `REWARD`)."""
+    """Single-turn prompts whose reward is `REWARD`."""
     import pandas
 
     records = [
@@ -91,9 +91,10 @@ def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Pa
 
 ENDED_BY_RAY = "The actor is dead because all references to the actor were removed"
 
+# No two answers are likely to get the same: then every update has a gradient, whatever was sampled.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return sum(c.isdigit() for c in solution_str) / 10
+    return sum(map(ord, solution_str)) % 97 / 97
 """
 
 

@@ -84,7 +84,7 @@ class OneRaises(Recorded):
 
 
 class Team(AgentLoopBase):
-    """Two agents on one model take turns in a small world: the engine writes, the number of digits is the reward.
+    """Two agents on one model take turns in a small world: the engine writes, and few answers have the same reward.
 
     The observation is one of two rooms, so that groups of equal observations and histories form; the critic's rewards
     are ten times the writer's; an answer without any digit is an invalid action.
@@ -103,7 +103,7 @@ class Team(AgentLoopBase):
                 sampling_params=sampling_params,
             )
             digits = sum(c.isdigit() for c in self.tokenizer.decode(answer.token_ids))
-            reward = digits / 10 * (10 if agent == "critic" else 1)
+            reward = sum(answer.token_ids) % 97 / 97 * (10 if agent == "critic" else 1)
             total += reward
             rows.append(
                 AgentLoopOutput(

@@ -17,6 +17,9 @@ from verl_ext.platform import fork_worker
 HERE = Path(__file__).resolve().parent
 #: What a launcher says to get a copy of the process with the imports, which is one that workers are copied from.
 ASKS = ("RAY_RAYLET_PID", "RAY_JOB_ID")
+#: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
+#: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
+NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
 
 
 class StandingRay:
@@ -26,7 +29,7 @@ class StandingRay:
         """Start; `variables` are those that the recipe `cpu` gives to every process of a run."""
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, **NO_TOKENS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -48,6 +51,7 @@ class StandingRay:
         job = {"runtime_env": {"env_vars": variables}}
         return {
             **variables,
+            **NO_TOKENS,
             **dict(zip(ASKS, (self.found["raylet"], "launchers"), strict=True)),
             "RAY_ADDRESS": self.found["address"],
             "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),

@@ -13,6 +13,7 @@ import torch
 import yaml
 from harness import Lab
 
+from verl_ext.platform import fork_worker
 from verl_ext.recipes import recipe_root
 
 pytestmark = pytest.mark.e2e
@@ -42,6 +43,8 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
         "+ray_kwargs.ray_init.num_gpus=1",
         "ray_kwargs.ray_init.num_cpus=20",
         "+ray_kwargs.ray_init.include_dashboard=false",
+        # Both save themselves most of their imports in the way that the recipe `cpu` does.
+        f"++ray_kwargs.ray_init.runtime_env.py_executable='{fork_worker.py_executable()}'",
         "trainer.save_freq=2",
         # Float sums depend on the order of their terms, and verl's row order on which rollout ends first. So: one
         # prompt a step, its rows sorted, a seed for each sample, and one request at a time in the engine.

@@ -22,9 +22,9 @@ from small_searchers import CITIES, EXAMPLE, HILLS, ROLES, build, question  # no
 pytestmark = pytest.mark.e2e
 
 
-def test_the_search_team_trains(lab: Lab) -> None:
+def test_the_search_team_trains(standing_lab: Lab) -> None:
     """Rows of each agent, searches in the index, rewards by exact match and what the transcripts and metrics say."""
-    folder = build(lab.root / "search_team")
+    folder = build(standing_lab.root / "search_team")
     settings = {
         "name": "search",
         "retriever.kind": "bm25",
@@ -35,7 +35,7 @@ def test_the_search_team_trains(lab: Lab) -> None:
         "agents.searcher.examples": "examples.json",
         **{f"agents.{name}.role": role for name, role in ROLES.items()},
     }
-    run = lab.run(
+    run = standing_lab.run(
         "search_team",
         recipe="[dr_mas,cpu]",
         overrides=[
@@ -84,6 +84,7 @@ def test_the_search_team_trains(lab: Lab) -> None:
             seen.update(searched=bool(queries), found=bool(info["answer_retrieved"]), right=bool(expected), all=True)
         mean = sum(record["info"]["searches"] for record in records) / 16
         assert metrics["trajectory/searches"] == pytest.approx(mean)
-        assert metrics["critic/score/mean"] >= 0.0 and metrics["actor/grad_norm"] > 0
+        assert metrics["critic/score/mean"] >= 0.0
+    assert any(run.metrics[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
     # Each case was there: the model is made to say each part wrong in one of five lessons, and samples.
     assert 0 < seen["right"] < seen["all"] == 48 and 0 < seen["found"] < 48 and 0 < seen["searched"] < 48

@@ -112,9 +112,9 @@ def test_hgpo_on_frozen_lake(lab: Lab) -> None:
     assert eventually(lambda: not processes(run.folder))
 
 
-def test_environments_that_break_do_not_break_the_run(lab: Lab) -> None:
-    data = prompts(lab, 8)
-    run = lab.run(
+def test_environments_that_break_do_not_break_the_run(standing_lab: Lab) -> None:
+    data = prompts(standing_lab, 8)
+    run = standing_lab.run(
         "step_wise_faults",
         recipe="[gigpo,cpu]",
         overrides=[

@@ -38,7 +38,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def standing_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
-    """For tests of what happens between start and end: their runs share a Ray and imports (VERL_EXT_STANDING_RAY=0: not)."""
+    """For tests of what happens between start and end: their runs share a Ray and imports.
+
+    With VERL_EXT_STANDING_RAY=0 each has a Ray of its own.
+    """
     if os.environ.get("VERL_EXT_STANDING_RAY") == "0":
         return lab
     return replace(lab, standing=request.getfixturevalue("standing_ray"))

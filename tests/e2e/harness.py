@@ -180,8 +180,8 @@ class Lab:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
         Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray. A
-        run that outlives `timeout` seconds is killed and fails the test. In a Ray of several jobs a trainer was once
-        ended by Ray itself; such a run is done again in a Ray of its own, with a warning.
+        run that outlives `timeout` seconds is killed and fails the test. A run in the Ray that stands which Ray itself
+        has ended is done again in a Ray of its own, with a warning.
         """
         run = self._run(name, recipe, overrides, environment, kill_when, kill_with, timeout)
         if self.standing is not None and run.code != 0 and ENDED_BY_RAY in run.log:

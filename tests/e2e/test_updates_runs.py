@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verl_ext.updates_per_batch` through verl's real trainer, on one rank and on two; and the transcripts of the run."""
+"""Advantages and `verl_ext.updates_per_batch` through verl's real trainer, on one rank and on two; and transcripts."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import Lab, make_data
+from harness import Lab, Run, make_data
 
 from verl_ext import cli
 from verl_ext.transcripts.read import Choice, read
@@ -33,6 +34,7 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
         "actor_rollout_ref.actor.optim.clip_grad=1000000.0",
         "verl_ext.updates_per_batch=1",
+        "algorithm.gamma=0.9",
         "verl_ext.agent_gradients=true",
     ]
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
@@ -56,6 +58,8 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
             assert found["agent/solver/grad_norm/mean"] == pytest.approx(found["actor/grad_norm"], rel=1e-5)
             assert found["agent/solver/grad_norm/max"] == found["agent/solver/grad_norm/mean"]
 
+    by_definition(one, two)
+
     rows = {row["key"]: row for row in one.rows(1)}
     records = read(one.folder, Choice(steps=(1, 1)))
     assert len(records) == 16 and sum(len(record["turns"]) for record in records) == len(rows)
@@ -72,3 +76,27 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
     assert cli.main(["rollouts", str(one.folder), "--step", "1", "--trajectory", longest["trajectory"]]) == 0
     shown = capsys.readouterr().out
     assert f"trajectory {longest['trajectory']}" in shown and "--- turn 2, solver, reward" in shown
+
+
+def by_definition(one: Run, two: Run) -> None:
+    """Two ranks have the advantages of one, which are TRLOO's, worked out here row by row."""
+    advantages, others = ({row["anchor_obs"]: row["advantage"] for row in run.rows(1)} for run in (one, two))
+    assert advantages == others and len(advantages) > 16
+    returns: dict[str, float] = {}
+    groups = defaultdict(list)
+    for row in sorted(one.rows(1), key=lambda row: -row["turn_index"]):
+        prompt, session, turn = row["anchor_obs"].split("/")
+        later = returns.get(f"{prompt}/{session}/{int(turn) + 1}", 0.0)
+        returns[row["anchor_obs"]] = row["turn_reward"] + 0.9 * later
+        groups[prompt, turn].append(row["anchor_obs"])
+    for group in groups.values():
+        for name in group:
+            rest = [returns[other] for other in group if other != name]
+            expected = returns[name] - (sum(rest) / len(rest) if rest else 0.0)
+            assert advantages[name] == pytest.approx(expected, abs=1e-6)
+    metrics = one.metrics[1]
+    assert metrics["trloo/turn_0/rows"] == 16 and metrics["trajectory/turns/max"] == 3
+    reward = sum(row["turn_reward"] for row in one.rows(1)) / 16
+    assert metrics["trajectory/reward/mean"] == pytest.approx(reward, abs=1e-9)
+    # verl saw only the last output's reward, 1.0, copied to every row.
+    assert metrics["critic/score/mean"] == 1.0

@@ -26,8 +26,9 @@ LOCKENV := build/lockenv
 # Test and demo run several processes: one computing thread each.
 export OMP_NUM_THREADS ?= 1
 
-# TRLOO on several turns, GRPO on one (with and without the plugin), HGPO step by step.
-RUNS_ON_OTHER_VERL := tests/e2e/test_demo.py::test_demo_writes_its_folder_and_resumes \
+# Its engines; then TRLOO on several turns, GRPO on one (with and without the plugin), HGPO step by step.
+RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_imitation.py \
+	tests/e2e/test_demo.py::test_demo_writes_its_folder_and_resumes \
 	tests/e2e/test_inert.py::test_grpo_is_the_same_with_and_without_the_plugin \
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 

@@ -3,14 +3,16 @@
 
 The last are the runs in a Ray that stands, which are short: so the processes with tests end at about the same time.
 
-And what keeps several processes with tests apart, on a machine where others use Ray as well.
+And what keeps several processes with tests apart, on a machine where others use Ray as well; and verl's configuration.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +36,43 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """The YAML files of verl and of our recipes are parsed once a process: half of the time that Hydra composes."""
+    from omegaconf import OmegaConf
+
+    from verl_ext.recipes import recipe_root, verl_config_dir
+
+    load, parsed = OmegaConf.load, {}
+    folders = str(verl_config_dir()), str(recipe_root() / "recipe")
+
+    def load_once(file: Any) -> Any:
+        name = str(getattr(file, "name", ""))
+        if not name.startswith(folders):
+            return load(file)
+        if name not in parsed:
+            parsed[name] = load(file)
+        return copy.deepcopy(parsed[name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OmegaConf, "load", load_once)
+        yield
+
+
+@pytest.fixture
+def verl_configuration() -> Iterator[None]:
+    """Hydra with verl's configuration; afterwards Hydra and the environment are as they were."""
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    saved = dict(os.environ)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield
+    os.environ.clear()
+    os.environ.update(saved)
 
 
 class _Scheduler(LoadFileScheduling):

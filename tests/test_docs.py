@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ from types import ModuleType
 import pytest
 import verl  # noqa: F401  (loads the plugin)
 import yaml
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
@@ -194,17 +192,6 @@ def test_verl_ext_knows_the_command(line: str) -> None:
     if args.command == "bench":
         names = [path.stem for path in Path(bench_file).parent.glob("*.py")]
         assert args.benchmark in names
-
-
-@pytest.fixture
-def verl_configuration() -> Iterator[None]:
-    """Hydra with verl's configuration, and the environment as it was afterwards."""
-    saved = dict(os.environ)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def composed(line: str) -> DictConfig:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import verl  # noqa: F401  # its plugins let Hydra find the recipes
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 
 from verl_ext import cli
 from verl_ext.demo import run, tasks
@@ -72,15 +70,7 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
     assert all(name in said for name in tasks.TASKS)
 
 
-@pytest.fixture
-def hydra_of_verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with initialize_config_module(config_module="verl.trainer.config", version_base=None):
-        yield
-    GlobalHydra.instance().clear()
-
-
-@pytest.mark.usefixtures("hydra_of_verl")
+@pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize(
     ("task", "recipes", "loop"),
     [

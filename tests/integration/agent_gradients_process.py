@@ -3,14 +3,13 @@
 
 verl's FSDP 1 engine needs an accelerator, torch's FSDP 1 does not: the engine below has verl's methods around it.
 
-python agent_gradients_process.py OUT RANK WORLD_SIZE PORT
+python agent_gradients_process.py OUT RANK WORLD_SIZE
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ AGENTS_OF = ([0, 1, 1, 0, 1, 1, 0, 0], [0, 1, 2, 0, 1, 2, -1, 0])
 """Agent of each row of each rank; -1 goes with the first."""
 
 
-def main(out: str, rank: int, world: int, port: str) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, VERL_PLATFORM="cpu"
-    )
+def main(out: str, rank: int) -> None:
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from verl.utils import tensordict_utils as tu
@@ -90,4 +86,4 @@ def main(out: str, rank: int, world: int, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of verl's real FSDP engine on the CPU, for test_engine.py: runs the cases and leaves what came out.
 
-python engine_process.py MODEL OUT RANK WORLD_SIZE PORT
+python engine_process.py MODEL OUT RANK WORLD_SIZE
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 LENGTHS = [(3, 5), (6, 4), (2, 9), (5, 1), (4, 7), (1, 6), (7, 2), (3, 8)]
 """(prompt, response) tokens of each row; row i goes to rank i % world size."""
 
+VOCABULARY = 259
 RHO = 0.05
 # Nothing is clipped, so that the loss has a short definition.
 LOSS = {"entropy_coeff": 0.1, "clip_ratio_low": 1e6, "clip_ratio_high": 1e6, "clip_ratio_c": 1e9}
@@ -66,40 +66,44 @@ def batch(chosen: list[int], vocabulary: int, **settings: Any) -> Any:
     return tu.get_tensordict(columns, non_tensor_dict={"global_batch_size": len(LENGTHS), **settings})
 
 
-def main(model: str, out: str, rank: int, world: int, port: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
-    import torch
+def fsdp_engine(path: str, forward_only: bool = False) -> Any:
+    """verl's engine with the model at `path`, in float32."""
     import verl  # noqa: F401  (loads the plugin)
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.base import EngineRegistry
+
+    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = EngineRegistry.new(
+        "language_model",
+        "fsdp2",
+        model_config=HFModelConfig(
+            path=path, override_config={"attn_implementation": "sdpa"}, enable_gradient_checkpointing=False
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            dtype="float32",
+            mixed_precision=float32,
+            use_torch_compile=False,
+            forward_only=forward_only,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=0.0),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def main(model: str, out: str, rank: int, world: int) -> None:
+    import torch
+    from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     from verl_ext.integration.engine import OnePassMixin, engine_info
 
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    engine = EngineRegistry.new(
-        "language_model",
-        "fsdp2",
-        model_config=HFModelConfig(
-            path=model, override_config={"attn_implementation": "sdpa"}, enable_gradient_checkpointing=False
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2", dtype="float32", mixed_precision=float32, use_torch_compile=False
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=0.0),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
+    engine = fsdp_engine(model)
     assert isinstance(engine, OnePassMixin)
     vocabulary = engine.module.config.vocab_size
     chosen = list(range(rank, len(LENGTHS), world))
@@ -383,4 +387,4 @@ def ulysses(engine: Any, vocabulary: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

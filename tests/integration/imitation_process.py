@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's real FSDP engine for actor and reference in one process, for test_imitation.py: gradients of the hybrid loss.
 
-python imitation_process.py MODEL TEACHER OUT RANK WORLD_SIZE PORT
+python imitation_process.py MODEL TEACHER OUT RANK WORLD_SIZE
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from typing import Any
 
-from engine_process import LENGTHS, TEMPERATURES, batch, rows
+from engine_process import LENGTHS, TEMPERATURES, batch, fsdp_engine, rows
 
 TOP_K, LAMBDA = 8, 0.5
 PADDING = 6
@@ -19,57 +18,17 @@ PADDING = 6
 TEACHERS = {"top": TOP_K, "all": None, "full": None, "server": TOP_K}
 
 
-def main(model: str, teacher: str, out: str, rank: int, world: int, port: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
+def main(model: str, teacher: str, out: str, rank: int) -> None:
     import torch
-    import verl  # noqa: F401  (loads the plugin)
-    from verl.trainer.config import CheckpointConfig
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl.workers.config import (
-        DistillationConfig,
-        DistillationLossConfig,
-        FSDPActorConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-    )
-    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     from verl_ext.integration import imitation
     from verl_ext.integration.config import HybridImitationPolicyLossConfig
 
     torch.distributed.init_process_group("gloo")
-    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-
-    def engine(path: str, forward_only: bool) -> Any:
-        made = EngineRegistry.new(
-            "language_model",
-            "fsdp2",
-            model_config=HFModelConfig(
-                path=path, override_config={"attn_implementation": "sdpa"}, enable_gradient_checkpointing=False
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                dtype="float32",
-                mixed_precision=float32,
-                use_torch_compile=False,
-                forward_only=forward_only,
-            ),
-            optimizer_config=FSDPOptimizerConfig(lr=0.0),
-            checkpoint_config=CheckpointConfig(),
-        )
-        made.initialize()
-        return made
-
-    reference, actor = engine(teacher, True), engine(model, False)
+    reference, actor = fsdp_engine(teacher, forward_only=True), fsdp_engine(model)
     vocabulary = actor.module.config.vocab_size
     options = HybridImitationPolicyLossConfig(loss_mode="hybrid_imitation", imitation_lambda=LAMBDA, teacher_topk=TOP_K)
     config = FSDPActorConfig(
@@ -200,4 +159,4 @@ def plain(model: str, teacher: str, temperature: Any, top_k: int | None, vocabul
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from ranks import run_ranks
+from ranks import run_ranks, starts_ranks
 
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
 from verl_ext.integration.columns import ActiveBatch, RowFieldMissing, active
@@ -139,7 +139,7 @@ def test_a_batch_without_the_column_is_refused() -> None:
         Engine().forward_backward_batch(told, None)
 
 
-@pytest.mark.slow
+@starts_ranks
 def test_norms_of_parts_that_fsdp_1_shards(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("agent_gradients_process.py"), tmp_path / "out", world=2)
     for number in range(2):

@@ -13,7 +13,7 @@ import engine_process as cases
 import pytest
 import torch
 from omegaconf import OmegaConf
-from ranks import run_ranks
+from ranks import run_ranks, starts_ranks
 
 from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
@@ -27,49 +27,12 @@ from verl_ext.integration.wraps import STRICT
 
 HERE = Path(__file__).parent
 LAYOUTS = ("padded", "packed")
-VOCABULARY = 259
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose logits have a spread of about 1, so that a safe set holds about half of the vocabulary."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("engine") / "model"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    made = LlamaForCausalLM(config)
-    made.lm_head.weight.data *= 9.0
-    made.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder)
-    return folder
 
 
 def engine_ranks(model: Path, world: int) -> list[dict[str, Any]]:
     """Run `engine_process.py` as `world` processes and load what each left."""
     out = model.parent / f"out{world}"
-    environment = {
-        "VERL_PLATFORM": "cpu",
-        "VERL_EXT_STRICT": "1",
-        "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    run_ranks(HERE / "engine_process.py", model, out, world=world, environment=environment)
+    run_ranks(HERE / "engine_process.py", model, out, world=world)
     return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
 
 
@@ -89,7 +52,7 @@ def definition(model: Path, kind: str, rho: float) -> dict[str, Any]:
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
     temperature = cases.TEMPERATURES[kind]
-    every = cases.rows(VOCABULARY)
+    every = cases.rows(cases.VOCABULARY)
     tokens = sum(int(row["loss_mask"].sum()) for row in every)
     out: dict[str, list[torch.Tensor]] = {
         name: [] for name in ("log_probs", "entropy", "sum_pi_squared", IN_SET, KEPT_MASS, SET_SIZE, "mask")
@@ -126,6 +89,7 @@ def definition(model: Path, kind: str, rho: float) -> dict[str, Any]:
     return result
 
 
+@starts_ranks
 @pytest.mark.parametrize("kind", cases.TEMPERATURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pass_gives_what_verl_gives(alone: dict[str, Any], layout: str, kind: str) -> None:
@@ -141,6 +105,7 @@ def test_pass_gives_what_verl_gives(alone: dict[str, Any], layout: str, kind: st
     assert OUT_OF_SET_METRIC not in ours["metrics"] and IN_SET not in ours
 
 
+@starts_ranks
 @pytest.mark.parametrize("kind", cases.TEMPERATURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pruned_policy_is_the_definition(alone: dict[str, Any], model: Path, layout: str, kind: str) -> None:
@@ -159,6 +124,7 @@ def test_pruned_policy_is_the_definition(alone: dict[str, Any], model: Path, lay
     assert found["mask_kept"]  # the caller's batch keeps its response_mask
 
 
+@starts_ranks
 def test_without_pruning_the_gradient_is_another(alone: dict[str, Any]) -> None:
     plain, pruned = (alone[f"padded/cool/{name}"]["grad"]["lm_head.weight"] for name in ("pass", "pruned"))
     assert (plain - pruned).abs().max() > 0.1 * plain.abs().max()
@@ -196,6 +162,7 @@ def check_agents(found: dict[str, Any]) -> dict[str, list[float]]:
     return norms
 
 
+@starts_ranks
 def test_agents_parts_add_up_to_the_gradient(alone: dict[str, Any]) -> None:
     norms = check_agents(alone["agents"])
     assert norms["pruned"] != pytest.approx(norms["pass"], rel=1e-3)
@@ -205,7 +172,7 @@ def test_agents_parts_add_up_to_the_gradient(alone: dict[str, Any]) -> None:
 
 def check_steps(steps: dict[str, Any], alone: dict[str, Any]) -> None:
     """What an update divides by, the step that is not made, and the factor of the learning rate, as on one rank."""
-    tokens = [int(row["response_mask"].sum()) for row in cases.rows(VOCABULARY)]
+    tokens = [int(row["response_mask"].sum()) for row in cases.rows(cases.VOCABULARY)]
     assert steps["verl"]["skipped"] is None and steps["verl"]["lr"] == steps["slower"]["lr"] == 0.01
     assert steps["verl"]["factor"] is None and steps["slower"]["factor"] == [0.25]
     assert steps["slower"]["moved"] == pytest.approx(steps["verl"]["moved"] / 4, rel=1e-3)
@@ -221,10 +188,12 @@ def check_steps(steps: dict[str, Any], alone: dict[str, Any]) -> None:
         assert steps[name]["moved"] == pytest.approx(alone[name]["moved"], rel=1e-3)
 
 
+@starts_ranks
 def test_rejected_rows_and_learning_rate(alone: dict[str, Any]) -> None:
     check_steps(alone["steps"], alone["steps"])
 
 
+@starts_ranks
 def test_ranks_whose_tokens_all_left_the_safe_set_report_as_often(alone: dict[str, Any]) -> None:
     """verl puts the ranks' metrics together only if every rank has each of them equally often."""
     from verl.utils.metric import Metric
@@ -241,7 +210,7 @@ def test_ranks_whose_tokens_all_left_the_safe_set_report_as_often(alone: dict[st
                     assert both == pytest.approx(value.aggregate() / 2)
 
 
-@pytest.mark.slow
+@starts_ranks
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
     both = engine_ranks(model, 2)
     norms = check_agents(alone["agents"])

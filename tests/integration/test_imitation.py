@@ -10,8 +10,7 @@ import imitation_process as cases
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from ranks import run_ranks
-from test_engine import model  # noqa: F401  (a fixture)
+from ranks import run_ranks, starts_ranks
 
 from verl_ext.integration import checks, losses
 from verl_ext.integration.config import HybridImitationPolicyLossConfig
@@ -22,7 +21,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
 @pytest.fixture(scope="module")
-def found(model: Path) -> dict[str, Any]:  # noqa: F811
+def found(model: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = model.parent / "teacher"
@@ -32,18 +31,12 @@ def found(model: Path) -> dict[str, Any]:  # noqa: F811
         parameter.data += 0.3 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
     made.save_pretrained(teacher)
     AutoTokenizer.from_pretrained(model).save_pretrained(teacher)
-    environment = {
-        "VERL_PLATFORM": "cpu",
-        "VERL_EXT_STRICT": "1",
-        "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
     out = model.parent / "imitation"
-    run_ranks(Path(cases.__file__), model, teacher, out, world=1, environment=environment)
+    run_ranks(Path(cases.__file__), model, teacher, out, world=1)
     return torch.load(f"{out}.0", weights_only=False)
 
 
+@starts_ranks
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", ["cool", "rows"])
 @pytest.mark.parametrize("teacher", cases.TEACHERS)
@@ -62,7 +55,7 @@ def test_gradient_in_the_engine_is_that_of_the_formula(
 
 
 @pytest.fixture(scope="module")
-def by_hand(model: Path) -> dict[str, list[torch.Tensor]]:  # noqa: F811
+def by_hand(model: Path) -> dict[str, list[torch.Tensor]]:
     """KL(sampler || trainer) of both networks' logits, by temperature, each row at its response tokens."""
     from transformers import AutoModelForCausalLM
 
@@ -80,6 +73,7 @@ def by_hand(model: Path) -> dict[str, list[torch.Tensor]]:  # noqa: F811
     return out
 
 
+@starts_ranks
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", ["cool", "rows"])
 def test_divergence_of_the_sampler_in_the_engine(
@@ -100,6 +94,7 @@ def test_divergence_of_the_sampler_in_the_engine(
     assert float(exact.max()) > 0.01 and float(some.sum()) < 0.9 * float(exact.sum())
 
 
+@starts_ranks
 def test_distributions_of_other_tokens_are_refused(found: dict[str, Any]) -> None:
     assert "distributions of the sampler. An agent loop has to return the extra_fields" in found["token_kl"]["short"]
     assert "are not those of the row's tokens" in found["token_kl"]["other"]

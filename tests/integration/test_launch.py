@@ -8,30 +8,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import verl  # noqa: F401  (loads the plugin)
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import OmegaConf
 
 from verl_ext.integration import checks, launch
 from verl_ext.integration.options import OptionError
 from verl_ext.sandbox import SandboxOptions
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hydra's global state and the variables that the callback sets, back as they were."""
-    saved = dict(os.environ)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield
-    os.environ.clear()
-    os.environ.update(saved)
+pytestmark = pytest.mark.usefixtures("verl_configuration")
 
 
 def config(*overrides: str) -> Any:

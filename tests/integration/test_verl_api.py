@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import verl
 import verl.trainer.ppo.v1 as v1
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
@@ -37,22 +36,20 @@ MERGE = verl_api.first(ContinuousTokenBuilder, "merge_context_tokens", "merge_no
 
 
 @pytest.fixture
-def config() -> Iterator[Any]:
+def config(verl_configuration: None) -> Callable[..., Any]:
     """Composes a run of the multi-turn loop on the embedded engine, with the overrides that it is given."""
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *overrides: compose(
-            "ppo_trainer",
-            overrides=[
-                "+recipe=trloo",
-                "data.train_files=[]",
-                "data.val_files=[]",
-                "actor_rollout_ref.rollout.n=4",
-                "actor_rollout_ref.rollout.name=embedded",
-                "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn",
-                *overrides,
-            ],
-        )
+    return lambda *overrides: compose(
+        "ppo_trainer",
+        overrides=[
+            "+recipe=trloo",
+            "data.train_files=[]",
+            "data.val_files=[]",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.rollout.name=embedded",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn",
+            *overrides,
+        ],
+    )
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import verl  # noqa: F401  (loads the plugin)
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
@@ -39,6 +37,7 @@ INPUTS = {
     "ALFWORLD_DATA": "/games",
     "PYTHONPATH": os.environ.get("PYTHONPATH", "/webshop"),
 }
+pytestmark = pytest.mark.usefixtures("verl_configuration")
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 
@@ -259,17 +258,6 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """Hydra's global state and the environment as they were."""
-    saved = dict(os.environ)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def plain(value: Any) -> Any:

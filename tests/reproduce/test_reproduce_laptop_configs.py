@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import verl  # noqa: F401  (loads the plugin)
 import verl.trainer.ppo.core_algos  # noqa: F401  (registers the estimators)
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import OmegaConf
 
 from verl_ext.demo.assets import DemoAssets
@@ -28,13 +26,7 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def verls_configuration() -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield
-
-
+@pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize(("table", "cell"), CELLS)
 def test_a_laptop_cell_is_a_valid_run(table: Table, cell: Cell, tmp_path: Path) -> None:
     scale = table.laptop

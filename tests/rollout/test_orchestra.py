@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import hydra
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopOutput,
@@ -657,10 +656,9 @@ def test_mistakes_in_the_configuration_are_named(keys: dict[str, Any], message: 
         check(OmegaConf.create({"verl_ext": {"orchestra": keys}}))
 
 
+@pytest.mark.usefixtures("verl_configuration")
 def test_a_run_is_refused_before_it_starts() -> None:
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=["+recipe=dr_mas", "+verl_ext.orchestra.name=solver_verifyer"])
+    config = compose("ppo_trainer", overrides=["+recipe=dr_mas", "+verl_ext.orchestra.name=solver_verifyer"])
     with pytest.raises(OptionError, match="no orchestra is called 'solver_verifyer'. Did you mean 'solver_verifier'"):
         checks.check(config)
 

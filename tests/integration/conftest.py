@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of the tests that start verl's engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_process as cases
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose logits have a spread of about 1, so that a safe set holds about half of the vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=cases.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    made = LlamaForCausalLM(config)
+    made.lm_head.weight.data *= 9.0
+    made.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(cases.VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder)
+    return folder

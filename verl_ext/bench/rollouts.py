@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -253,6 +254,50 @@ async def measure(caller: Caller, calls: Sequence[Call], pairs: int) -> dict[str
     }
 
 
+async def control(replica: Any, rollout: Any, weights: Any, parked: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds, sorted, until the server answers each kind of control while generate calls wait at its closed gate.
+
+    Args:
+        replica: verl's, of the embedded engine.
+        rollout: its trainer-side end, which sends the weights.
+        weights: state dict of the model.
+        parked: generate calls that wait; more than the server's places queue in front of it.
+        rounds: times that each kind is asked for.
+    """
+    server = replica.servers[0]
+    params = {"temperature": 1.0, "max_tokens": 1}
+    taken: dict[str, list[float]] = {}
+
+    async def timed(kind: str, call: Any) -> None:
+        begin = time.perf_counter()
+        await call
+        taken.setdefault(kind, []).append(1e3 * (time.perf_counter() - begin))
+
+    for round_ in range(rounds):
+        if round_ % 10 == 0:  # "resume" lets them go
+            await server.abort_all_requests.remote()
+            calls = [replica.server_handle.generate.remote([1, 2, 3], params, f"{round_}-{i}") for i in range(parked)]
+            while (await server.health.remote())["parked"] < min(parked, replica.max_concurrency):
+                await asyncio.sleep(0.05)
+        await timed("health", server.health.remote())
+        await timed("abort one", server.abort_request.remote("nobody"))
+        await timed("abort all", server.abort_all_requests.remote())
+        await timed("weights", rollout.update_weights(iter(weights.items()), global_steps=round_))
+        if round_ % 10 == 9 or round_ == rounds - 1:
+            await timed("resume", server.resume_generation.remote())
+            await asyncio.gather(*calls)
+    return {kind: sorted(times) for kind, times in taken.items()}
+
+
+def show_control(taken: dict[str, list[float]], parked: int) -> None:
+    """Print the table."""
+    print(f"milliseconds until control is answered, {parked} generate calls parked\n")
+    print(f"{'':10}{'times':>6}{'p50':>8}{'p99':>8}{'max':>8}")
+    for kind, times in taken.items():
+        at = [times[math.ceil(share * len(times)) - 1] for share in (0.5, 0.99)]
+        print(f"{kind:10}{len(times):>6}{at[0]:>8.1f}{at[1]:>8.1f}{times[-1]:>8.1f}")
+
+
 def show(found: dict[str, Any], engine: str) -> None:
     """Print the table."""
     print(
@@ -279,12 +324,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trajectories", type=int, default=64, help="rollouts of the batch (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=5, help="measured runs of each schedule (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of turns and response lengths (default: %(default)s)")
+    parser.add_argument("--parked", type=int, default=0, help="how fast control is answered while so many calls wait")
     parser.add_argument("--quick", action="store_true", help="16 trajectories, one pair: to see that it runs")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args(argv)
     at_least_one(parser, args, "trajectories", "pairs")
     if args.quick:
         args.trajectories, args.pairs = min(args.trajectories, 16), 1
+    if args.parked and args.engine != "embedded":
+        parser.error("--parked measures the embedded engine only")
     if args.engine == "vllm":
         from importlib.util import find_spec
 
@@ -294,7 +342,10 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_rollouts") as folder:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         found = _measured(args, args.model.resolve() if args.model else make_model(Path(folder) / "model"))
-    show(found, args.engine)
+    if args.parked:
+        show_control(found, args.parked)
+    else:
+        show(found, args.engine)
     if args.json:
         print(json.dumps({"engine": args.engine, "quick": args.quick, "seed": args.seed, **found}))
     return 0
@@ -307,6 +358,15 @@ def _measured(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
     manager = start(config)
     try:
+        if args.parked:
+            from transformers import AutoModelForCausalLM
+
+            from verl_ext.rollout.embedded.replica import EmbeddedRollout
+
+            (replica,) = manager.rollout_replicas
+            rollout = EmbeddedRollout(replica.config, replica.model_config, None, replica_rank=0)
+            weights = AutoModelForCausalLM.from_pretrained(str(model)).state_dict()
+            return asyncio.run(control(replica, rollout, weights, args.parked, rounds=100))
         vocabulary = len(AutoTokenizer.from_pretrained(str(model)))
         caller = Caller(manager.get_client(), vocabulary)
         return asyncio.run(measure(caller, plan(args.trajectories, args.seed), args.pairs))

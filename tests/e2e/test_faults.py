@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of verl's trainer in which half of the trajectories go wrong, at random, in 24 ways.
+"""A run of verl's trainer in which half of the trajectories go wrong, at random, in 23 ways.
 
 `CHAOS_STEPS=30 pytest tests/e2e/test_faults.py` makes the runs longer.
 """

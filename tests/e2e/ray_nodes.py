@@ -10,7 +10,13 @@ from typing import Any
 
 from verl_ext.platform import fork_worker
 
-HEALTH = {"health_check_initial_delay_ms": 5000, "health_check_period_ms": 2000, "health_check_failure_threshold": 4}
+# A node that is gone refuses each check at once and is dead after three seconds; a busy one has 15 to answer.
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
+}
 
 
 class Nodes:
@@ -35,7 +41,6 @@ class Nodes:
             num_gpus=1,
             object_store_memory=100 << 20,
             include_dashboard=False,
-            # A dead node is noticed after seconds, not half a minute.
             **({} if self.by_name else {"_system_config": HEALTH}),
         )
 

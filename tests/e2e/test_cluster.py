@@ -1,53 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on several Ray nodes: it trains on all of them, says which one died, and goes on from its checkpoint."""
+"""A run on three Ray nodes: ranks on two, their rollouts on the third; it says which one died, and goes on."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 from harness import Lab, steps_logged
+from ray._private.state import state
 from ray_nodes import Nodes
+from test_separate_async import SEPARATE
 
 from verl_ext.integration.parts import nodes as parts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
-def test_a_node_that_dies_is_named_and_the_same_command_goes_on(lab: Lab) -> None:
-    folder = lab.root / "cluster"
-    settings = ["trainer.total_training_steps=1000", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
-    with Nodes("first", "second") as nodes:
-
-        def lose_one(folder: object) -> bool:
-            if steps_logged(lab.root / "cluster") < 2:
-                return False
-            nodes.kill("second")
-            return True
-
-        overrides = [*nodes.overrides(folder), *settings]
-        run = lab.run("cluster", overrides=overrides, kill_when=lose_one, kill_with=0, timeout=500)
-        assert run.code != 0
-        assert "the Ray node second (" in run.log, run.log[-6000:]
-        early = run.metrics
-        assert early[1]["actor/grad_norm"] > 0 and early[1]["training/rollout_probs_diff_max"] < 1e-5
-
-        nodes.add("third")
-        last = max(early) + 1
-        overrides = [*nodes.overrides(folder), *settings[1:], f"trainer.total_training_steps={last}"]
-        run = lab.run("cluster", overrides=overrides, timeout=500).check()
-        assert sorted(run.metrics) == list(range(1, last + 1))
-        assert "Resuming from" in run.log or "setting global step to" in run.log
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes("first", "second", "third") as nodes:
+        yield nodes
 
 
-def test_whatever_the_run_ends_with_the_node_that_died_is_named() -> None:
+def places(nodes: Nodes) -> dict[str, set[str]]:
+    """The nodes of the living actors, by the name of their class."""
+    found: dict[str, set[str]] = defaultdict(set)
+    with ray.init(address=nodes.cluster.address, log_to_driver=False):
+        for actor in state.actor_table(None).values():
+            if actor["State"] == "ALIVE":
+                found[actor["ActorClassName"].rpartition(".")[2]].add(actor["Address"]["NodeID"])
+    return found
+
+
+def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_one_died(
+    lab: Lab, nodes: Nodes
+) -> None:
+    folder, at = lab.root / "cluster", {}
+    settings = [*nodes.overrides(folder), *SEPARATE, "trainer.nnodes=2", "trainer.save_freq=1"]
+
+    def lose_one(folder: Path) -> bool:
+        if steps_logged(folder) < 2:
+            return False
+        at.update(places(nodes))
+        nodes.kill("third")
+        return True
+
+    endless = [*settings, "trainer.total_training_steps=1000", "trainer.max_actor_ckpt_to_keep=2"]
+    run = lab.run("cluster", overrides=endless, kill_when=lose_one, kill_with=0, timeout=900)
+    assert run.code != 0
+    assert "the Ray node third (" in run.log, run.log[-6000:]
+    ranks = at["WorkerDict"]
+    assert len(ranks) == 2 and at["EmbeddedServer"] - ranks, dict(at)
+    early = run.metrics
+    assert early[1]["training/rollout_probs_diff_max"] < 1e-4
+
+    nodes.add("fourth")
+    last = max(early) + 1
+    run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=900).check()
+    assert sorted(run.metrics) == list(range(1, last + 1))
+    assert "Resuming from" in run.log or "setting global step to" in run.log
+
+
+def test_whatever_the_run_ends_with_the_node_that_died_is_named(nodes: Nodes) -> None:
     """The error of a process that missed the node comes seconds before Ray knows that it is dead."""
 
     @ray.remote(num_gpus=1)
     class Worker:
         def __init__(self) -> None:
-            """On either node, since each has one GPU."""
+            """On each node, since each has one GPU."""
 
-    with Nodes("first", "second") as nodes, ray.init(address=nodes.cluster.address, log_to_driver=False):
+    with ray.init(address=nodes.cluster.address, log_to_driver=False):
         workers = [Worker.remote() for _ in nodes.by_name]
         ray.get([worker.__ray_ready__.remote() for worker in workers])
         with pytest.raises(parts.NodeLost, match=r"the Ray node second \(.* has died") as caught:

@@ -36,7 +36,11 @@ METHODS = {
         "actor/imitation/student_mass": (0.01, 0.99),
         "actor/imitation/teacher_mass": (0.01, 0.99),
     },
-    "trloo,grpo": {"mix/trloo/share": (-math.inf, math.inf), "mix/correlation/trloo-grpo": (-1, 1)},
+    "trloo,mrs": {
+        "rejection/mrs/kept_share": (1, 1),
+        "rejection/mrs/statistic/p50": (0.9999, 1.0001),
+        "rejection/skipped_updates/count": (0, 0),
+    },
     "dr_mas,otb": {"mix/otb/rms": (0, math.inf), "mix/tir_optimal_token_baseline/rms": (0, math.inf)},
     "hgpo,mrs,trm,ln_trm,ser,simpletir,variance_filter,empg,kpo": {
         **{f"rejection/{rule}/kept_share": (1, 1) for rule in ("mrs", "trm", "ln_trm", "ser", "simpletir")},

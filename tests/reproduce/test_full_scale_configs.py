@@ -113,6 +113,18 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
         "algorithm.rollout_correction.rollout_rs_threshold": "0.999_1.001",
         "algorithm.rollout_correction.rollout_is": None,
     },
+    "trm/math": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-8B-Base",
+        "data.train_batch_size": 32,
+        f"{ROLLOUT}.n": 16,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{VALIDATION}.n": 32,
+        f"{VALIDATION}.top_p": 0.95,
+    },
+    "empg/alfworld": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "trainer.total_training_steps": 150,
+    },
     "hgpo/alfworld": {
         "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
         "data.train_batch_size": 16,
@@ -251,6 +263,11 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("otb/samples", "otb_n4"): {f"{ROLLOUT}.n": 4, "algorithm.mix": {"otb": 1.0}},
     ("otb/samples", "group_mean_n4"): {f"{ROLLOUT}.n": 4, "algorithm.norm_adv_by_std_in_grpo": False},
     ("otb/samples", "group_mean_n32"): {f"{ROLLOUT}.n": 32, "algorithm.norm_adv_by_std_in_grpo": False},
+    ("trm/math", "ppo"): {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.28},
+    ("trm/math", "trm"): {"algorithm.trm.max": 0.1, "algorithm.trm.avg": 0.002, "algorithm.rejection_normalise": "all"},
+    ("trm/math", "trm_max"): {"algorithm.trm.max": 0.05, "algorithm.trm.avg": None},
+    ("trm/math", "trm_avg"): {"algorithm.trm.max": None, "algorithm.trm.avg": 0.001},
+    ("empg/alfworld", "empg"): {"algorithm.empg": {"k": 1.0, "k_f": 1.0, "zeta": 0.1}},
     ("dvp/stability", "dvp"): {"dvp.rho": 6.144e-6, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1},
     ("dvp/stability", "dvp_bypass"): {
         "algorithm.rollout_correction.bypass_mode": True,

@@ -130,6 +130,13 @@ EXPECTED: dict[str, set[Number]] = {
     | {(cell, "avg16_minerva", value, SECOND, None) for cell, value in KPO_MINERVA.items()},
     "otb/samples": {("otb_n4", "tokens_to", -value, ABSTRACT, "group_mean_n32") for value in (65, 62, 66)},
     "dvp/stability": set(),
+    "trm/math": set(),
+    "empg/alfworld": {
+        ("grpo", "success", 65.6, SECOND, None),
+        ("empg", "success", 73.7, SECOND, None),
+        ("dapo", "success", 80.8, SECOND, None),
+        ("dapo_empg", "success", 88.1, SECOND, None),
+    },
 }
 
 TABLES = tables()
@@ -138,7 +145,7 @@ TABLES = tables()
 def test_every_published_experiment_has_its_table() -> None:
     assert {table.name for table in TABLES} == set(EXPECTED)
     assert {table.method for table in TABLES if table.default} == {
-        "dr_mas", "trloo", "hgpo", "gigpo", "kpo", "otb", "dvp",
+        "dr_mas", "trloo", "hgpo", "gigpo", "kpo", "otb", "dvp", "trm", "empg",
     }  # fmt: skip
 
 

@@ -63,8 +63,9 @@ def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(standing_lab: Lab) 
         assert step["actor/kl_loss"] >= -1e-6
         # in the set: no logarithm of a vanishing probability, but one token more or less in a set of few shifts all
         assert mismatch(step, "mismatch") < 2
-    # pruned on its own set, the reference is the policy at first
-    assert run.metrics[1]["actor/kl_loss"] < 0.05
+    # pruned on its own set, the reference is the policy at first (one update later, too, they are near each other);
+    # one that is not pruned is further away than the sampler without its set, nearly four nats
+    assert run.metrics[1]["actor/kl_loss"] < 1 < run.metrics[1]["mismatch_unpruned/mean"]
     assert run.metrics[2]["actor/kl_loss"] > 0
     share = [sum(step[f"dvp/out_of_set_fraction/quarter_{k}"] for k in (1, 2, 3, 4)) for step in run.metrics.values()]
     assert max(share) > 0
@@ -88,4 +89,4 @@ def test_bypass_mode_prunes_in_the_update(standing_lab: Lab) -> None:
         assert "dvp/set_size/mean" not in step  # there is no old-log-prob pass
     assert run.metrics[1]["actor/grad_norm"] > 0
     # So few tokens make a set here that the updates of a batch soon leave most of its samples outside.
-    assert 0 < max(step["actor/dvp/out_of_set_fraction"] for step in run.metrics.values()) < 1
+    assert 0 < run.metrics[1]["actor/dvp/out_of_set_fraction"] < 1

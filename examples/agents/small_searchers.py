@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 from verl_ext.demo.model import Codec, make_model, sample, save_model, seeded, sequence_loss, train_tokenizer
 from verl_ext.rollout.orchestra.search import answerer, context, finding
-from verl_ext.rollout.retrieval import Passage
+from verl_ext.rollout.passages import Passage
 
 TRAIN = (
     *("Rome", "Lyon", "Bath", "Porto", "Graz", "Siena", "Bern", "Cork", "Ghent", "Lund", "Metz", "Nice"),

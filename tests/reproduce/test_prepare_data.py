@@ -135,7 +135,7 @@ def test_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["wiki-18.jsonl", "wiki-18.jsonl.gz"])
 def test_corpus_for_the_retriever(name: str, tmp_path: Path) -> None:
-    from verl_ext.rollout.retrieval import read_corpus
+    from verl_ext.rollout.passages import read_corpus
 
     write(tmp_path / name, [{"id": "7", "contents": '"Seven"\nA number.'}, {"id": "8", "contents": '"Eight"\nMore.'}])
     manifest = prepare.prepare(find_source("wiki18"), tmp_path / "out", local=tmp_path)

@@ -20,17 +20,8 @@ from omegaconf import OmegaConf
 
 from verl_ext.rollout import geonames
 from verl_ext.rollout.orchestra import settings
-from verl_ext.rollout.retrieval import (
-    Bm25Options,
-    Bm25Retriever,
-    HttpOptions,
-    HttpRetriever,
-    Passage,
-    Retrieval,
-    as_text,
-    make_retriever,
-    read_corpus,
-)
+from verl_ext.rollout.passages import Passage, as_text, read_corpus
+from verl_ext.rollout.retrieval import Bm25Options, Bm25Retriever, HttpOptions, HttpRetriever, Retrieval, make_retriever
 
 PASSAGES = [
     {"id": "a", "title": "Bogota", "text": "Bogota is a city in Colombia. It has a population of 7674366."},

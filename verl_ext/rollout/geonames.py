@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.rollout.orchestra.search import context, finding
-from verl_ext.rollout.retrieval import Passage
+from verl_ext.rollout.passages import Passage
 
 ATTRIBUTION = (
     "Facts from GeoNames (https://www.geonames.org), licensed under CC BY 4.0 "

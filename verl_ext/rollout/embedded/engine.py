@@ -351,12 +351,9 @@ class GenerationEngine:
         if self.logits_noise > 0:
             noise = torch.randn(logits.shape, generator=self._noise_generator)
             logits = logits + self.logits_noise * noise.to(logits.device)
-        edited = logits
+        edited = logits.clone() if batch.edited_rows or self.vocab_limit is not None else logits
         if self.vocab_limit is not None:
-            edited = edited.clone()
             edited[:, self.vocab_limit :] = -torch.inf
-        if batch.edited_rows and edited is logits:
-            edited = logits.clone()
         for row in batch.edited_rows:
             self._edit_row(edited[row], requests[row])
         uniforms = [r._next_uniform() for r in requests]

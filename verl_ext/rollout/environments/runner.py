@@ -430,8 +430,7 @@ def open_session(
     Args:
         name: name or import path.
         kwargs: arguments of the class; plain data.
-        reset_timeout_s: seconds for making the object, and again for ``reset``.
-        step_timeout_s: seconds for a ``step``.
+        reset_timeout_s, step_timeout_s: seconds for making the object and again for ``reset``; for a ``step``.
         processes: environments that may be alive at the same time in this process, whatever their kind and arguments,
             idle ones included; further trajectories wait.
 

@@ -17,7 +17,7 @@ from verl_ext.rewards.qa import normalize
 from verl_ext.rollout.orchestra.agents import OrchestraFailure
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-from verl_ext.rollout.retrieval import Passage, as_text
+from verl_ext.rollout.passages import Passage, as_text
 from verl_ext.rollout.tags import tagged
 
 

@@ -67,7 +67,8 @@ def test_what_a_function_returns_is_compared(source: str, expected: float) -> No
 )
 def test_what_it_does_to_its_process_is_wrong_and_counted(source: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "made"
-    found = score(source.replace("{file}", str(file)), timeout_s=0.3)
+    limit = 0.3 if reason == "timeout" else 60.0  # on a slow machine nothing else may be late
+    found = score(source.replace("{file}", str(file)), timeout_s=limit)
     assert found["score"] == 0.0 and not file.exists()
     # os.system raises nothing: the shell is not started, and nothing is printed.
     assert found[f"judge_{reason}"] == (0.0 if "os.system" in source else 2.0), found

@@ -60,7 +60,7 @@ def test_a_right_answer_does_not_wait_behind_towers() -> None:
         towers = [
             pool.submit(compute_score, "math", rf"\boxed{{{i}^{{9^{{9^9}}}}}}", "3", timeout_s=2.0) for i in range(5, 9)
         ]
-        assert compute_score("math", r"\boxed{\frac{6}{2}}", "3", timeout_s=1.0)["score"] == 1.0
+        assert compute_score("math", r"\boxed{\frac{6}{2}}", "3", timeout_s=60.0)["score"] == 1.0
         assert not any(tower.done() for tower in towers)
         assert all(reasons(tower.result()) == {"timeout"} for tower in towers)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from verl.utils.import_utils import load_extern_object
 
-from verl_ext.rewards.qa import compute_score, exact_match, f1, normalize
+from verl_ext.rewards.qa import compute_score, exact_match, extract, f1, normalize
 
 
 def test_normalization() -> None:
@@ -52,6 +52,12 @@ def test_reward_function(text: str, truth: Any, options: dict[str, Any], score: 
     result = compute_score("nq", text, truth, **options)
     assert result["score"] == pytest.approx(score) and result["answered"] == answered
     assert set(result) == {"score", "acc", "f1", "answered"}
+
+
+def test_tags_of_a_hostile_text_are_read_in_linear_time() -> None:
+    """Where each opening is followed to the end of the text, these take a quarter of an hour."""
+    assert extract("<answer>" * 100_000) is None
+    assert extract("<answer>" * 100_000 + "</answer><ANSWER>\ud800 İris\n</answer>") == "? İris"
 
 
 def test_as_verl_loads_it() -> None:

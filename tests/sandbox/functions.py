@@ -26,6 +26,12 @@ def sleep(seconds: float) -> float:
     return seconds
 
 
+def sleep_below(zygote: int) -> bool:
+    if os.getppid() == zygote:
+        time.sleep(600)
+    return True
+
+
 def burn(seconds: float) -> float:
     until = time.process_time() + seconds
     while time.process_time() < until:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
-from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, TIMEOUT_S, Room, escaped, how
+from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped, how
 
 TWINS = [name for name, attempt in ATTEMPTS.items() if attempt.twin]
 KERNEL = [name for name in ATTEMPTS if name not in TWINS]
@@ -38,12 +38,13 @@ def alone(name: str, room: Room) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=120,
+            timeout=600,
             pass_fds=(given.fileno(),),
         )
     lines = done.stdout.splitlines()
     got = next((line for line in lines[:-1] if line not in ("null", "false", "0")), "")
-    return how(name, got, room, lines[-1:] in ([], ["42"]))
+    right = lines[-1:] in ([], ["42"])
+    return how(got, room, right, 0.05 if got or not right else 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_it_would_without_a_cage(room: Room, name: str) -> None:
 @pytest.mark.parametrize("name", KERNEL)
 def test_what_cannot_be_shown_is_denied_by_name(sandbox: Sandbox, room: Room, name: str) -> None:
     with pytest.raises(SandboxError, match="error: PermissionError") as caught:
-        sandbox.run("verl_ext.sandbox.escapes:attempt", name, room.description, timeout_s=TIMEOUT_S)
+        sandbox.run("verl_ext.sandbox.escapes:attempt", name, room.description, timeout_s=60.0)
     assert caught.value.reason == "error"
 
 

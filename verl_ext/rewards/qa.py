@@ -12,11 +12,13 @@ import string
 from collections import Counter
 from typing import Any, Literal
 
+import re2
+
 from verl_ext.rewards.arguments import references, refuse_unknown
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_ANSWER = re2.compile(r"(?is)<answer>(.*?)</answer>")  # linear, also in openings without an end
 
 
 def normalize(text: str) -> str:
@@ -47,7 +49,7 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 
 def extract(text: str) -> str | None:
     """The last ``<answer>...</answer>`` of a text, stripped; None without one."""
-    found = _ANSWER.findall(text)
+    found = _ANSWER.findall(text.encode(errors="replace").decode())  # re2 cannot read lone surrogates
     return found[-1].strip() if found else None
 
 

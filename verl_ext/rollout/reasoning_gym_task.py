@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -22,6 +23,7 @@ from verl_ext.rewards import caged
 from verl_ext.rewards.judge import Judgement, judge, judge_async
 
 _CAGED = "verl_ext.rewards.caged"
+_loading = ThreadPoolExecutor(1, thread_name_prefix="reasoning-gym")  # one builds a dataset, the others find it
 
 TOO_LOW = "Too low."
 TOO_HIGH = "Too high."
@@ -165,9 +167,13 @@ class ReasoningGymTask:
     async def judge_async(self, text: str, *, timeout_s: float = 30.0) -> Verdict:
         """:meth:`judge` that leaves the event loop to others."""
         parsed, verdict = self._parse(text)
-        if verdict is None and await asyncio.to_thread(caged.only_compares, self.dataset, self.config_json):
+        if verdict is None and await self._only_compares():
             verdict = self._compare(parsed)
         return verdict or self._verdict(parsed, await judge_async(*self._questions(parsed), **self._how(timeout_s)))
+
+    async def _only_compares(self) -> bool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_loading, caged.only_compares, self.dataset, self.config_json)
 
     def _parse(self, text: str) -> tuple[str, Verdict | None]:
         numeric = _as_number(str(self.entry["answer"])) is not None

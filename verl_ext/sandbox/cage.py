@@ -26,7 +26,7 @@ import signal
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LEVELS = ("auto", "required", "rlimits")
@@ -58,7 +58,7 @@ class Limits:
         memory_mb: MiB of address space that one call may add.
         input_kb, output_kb: KiB of arguments and of a value, as JSON.
         patience: a call's limit is in seconds of processor time, so that a busy machine fails nobody. On the clock it
-            may take so many times longer.
+            may take so many times longer, without the time that it waits for a processor.
     """
 
     workers: int = 0
@@ -235,12 +235,13 @@ class Cage:
         self._instructions = ctypes.create_string_buffer(program)
         self._filter = struct.pack("@HP", len(program) // 8, ctypes.addressof(self._instructions))
 
-    def enter(self, result: int, cpu_s: float) -> None:
+    def enter(self, result: int, cpu_s: float, more: Sequence[int] = ()) -> None:
         """Shut this process in, for ever. It must have been forked for one call, and have one thread.
 
         Args:
             result: the descriptor that stays open, beside those of the null device at 0, 1 and 2.
             cpu_s: seconds of processor time, rounded up, one more added: the forking process ends it in time.
+            more: further descriptors that stay open.
 
         Raises:
             CageError: a layer did not close. Nothing may be run.
@@ -248,7 +249,7 @@ class Cage:
         os.setsid()
         die_with_parent()
         first = 3
-        for kept in sorted({result, result if self._rules is None else self._rules}):
+        for kept in sorted({result, *more, result if self._rules is None else self._rules}):
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, 1 << 20)

@@ -249,9 +249,12 @@ class Room:
         files = {path.name: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in self._folder.iterdir()}
         return {"files": files, "process": self._process.poll()}
 
-    def changes(self) -> list[str]:
-        """What is no longer as it was, after a wait for what may come late; the room is put right again."""
-        time.sleep(0.05)
+    def changes(self, wait_s: float) -> list[str]:
+        """What is no longer as it was, or comes not to be within so many seconds; the room is put right again."""
+        until = time.monotonic() + wait_s
+        while self._look() == self._seen and not select.select(self._sockets, [], [], 0.01)[0]:
+            if time.monotonic() > until:
+                break
         now = self._look()
         changed = [f"{name} changed" for name in now if now[name] != self._seen[name]]
         while ready := select.select(self._sockets, [], [], 0)[0]:
@@ -271,12 +274,10 @@ class Room:
         self._home.cleanup()
 
 
-def how(name: str, got: Any, room: Room, next_is_right: bool) -> str:
-    """How an attempt that got something got out; empty if it did not."""
-    if name.startswith("leave_"):
-        time.sleep(0.5)
+def how(got: Any, room: Room, next_is_right: bool, wait_s: float) -> str:
+    """How an attempt that got something got out, if only after so many seconds; empty if it did not."""
     found = [f"got {got!r:.60}"] if got else []
-    return "; ".join([*found, *room.changes(), *([] if next_is_right else ["the next call was wrong"])])
+    return "; ".join([*found, *room.changes(wait_s), *([] if next_is_right else ["the next call was wrong"])])
 
 
 def escaped(sandbox: Any, name: str, room: Room) -> str:
@@ -296,4 +297,5 @@ def escaped(sandbox: Any, name: str, room: Room) -> str:
         got = sandbox.run("verl_ext.sandbox.escapes:attempt", name, room.description, timeout_s=TIMEOUT_S)
     except SandboxError as error:
         got = error.text if error.reason == "refused" else None  # the sandbox itself did not stand
-    return how(name, got, room, sandbox.run("verl_ext.sandbox.escapes:honest", 41, timeout_s=60.0) == 42)
+    right = sandbox.run("verl_ext.sandbox.escapes:honest", 41, timeout_s=60.0) == 42
+    return how(got, room, right, 0.5 if name.startswith("leave_") else 0.05)

@@ -155,8 +155,20 @@ class Sandbox:
         """The same for callers without an event loop: blocks this thread until there is a value."""
         return self.submit(target, *arguments, timeout_s=timeout_s, warm=warm).result()
 
-    def submit(self, target: str, *arguments: Any, timeout_s: float, warm: Sequence[Any] = ()) -> Call:
-        """The same, as a future; arguments and exceptions as for :meth:`call`."""
+    def submit(
+        self,
+        target: str,
+        *arguments: Any,
+        timeout_s: float,
+        warm: Sequence[Any] = (),
+        descriptors: Sequence[int] = (),
+    ) -> Call:
+        """The same, as a future; arguments and exceptions as for :meth:`call`.
+
+        Args:
+            descriptors: at most 8 open files, which the call gets besides, their numbers there before its arguments.
+                They may be closed here once it has begun. Such a call is not begun again if its zygote ends.
+        """
         if not 0 < timeout_s < 1e6:
             raise ValueError(f"timeout_s={timeout_s}: expected seconds greater than 0")
         try:
@@ -176,7 +188,8 @@ class Sandbox:
                 self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(self.limits.workers)
                 self._thread = threading.Thread(target=self._live, name="verl_ext sandbox", daemon=True)
                 self._thread.start()
-            served = self._serve(call, f"{head}\n{text}\n".encode(), timeout_s * self.limits.patience)
+            message = f"{head}\n{text}\n".encode()
+            served = self._serve(call, message, timeout_s * self.limits.patience, list(descriptors))
             task = asyncio.run_coroutine_threadsafe(served, self._loop)
         task.add_done_callback(call.settle)
         call.add_done_callback(lambda _: task.cancel() if call.cancelled() else None)
@@ -207,9 +220,9 @@ class Sandbox:
         self._end_zygote()
         self._loop.close()
 
-    async def _serve(self, call: Call, message: bytes, limit_s: float) -> Any:
+    async def _serve(self, call: Call, message: bytes, limit_s: float, descriptors: list[int]) -> Any:
         async with self._places:
-            answer = await self._ask(message, limit_s)
+            answer = await self._ask(message, limit_s, descriptors)
         call.seconds = answer["seconds"]
         if answer["reason"]:
             raise SandboxError(answer["reason"], answer["text"])
@@ -218,13 +231,13 @@ class Sandbox:
         except (ValueError, RecursionError) as error:
             raise SandboxError("output", f"no JSON: {error}") from error
 
-    async def _ask(self, message: bytes, limit_s: float) -> dict[str, Any]:
+    async def _ask(self, message: bytes, limit_s: float, descriptors: list[int]) -> dict[str, Any]:
         """What a zygote answers; another one is asked if it ends or hangs."""
-        for _ in range(TRIES):
+        for _ in range(1 if descriptors else TRIES):
             if self._zygote is None:
                 self._zygote = _Zygote(self.limits, self.cage, self.modules)
             zygote, said, why = self._zygote, b"", "the zygote ended"
-            with zygote.connect() as link:
+            with zygote.connect(descriptors) as link:
                 try:
                     said = await asyncio.wait_for(self._exchange(link, message), limit_s + SILENCE_S)
                 except asyncio.TimeoutError:
@@ -278,12 +291,12 @@ class _Zygote:
                 pass_fds=(theirs.fileno(),),
             )
 
-    def connect(self) -> socket.socket:
+    def connect(self, descriptors: list[int]) -> socket.socket:
         """A socket for one call, whose other end the zygote gets; if it has ended, that is what the socket says."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, contextlib.suppress(BrokenPipeError):
-            socket.send_fds(self.channel, [b"."], [theirs.fileno()])
+            socket.send_fds(self.channel, [b"."], [theirs.fileno(), *descriptors])
         return ours
 
     def end(self) -> str:
@@ -314,6 +327,10 @@ def check(cage: str) -> tuple[str, ...]:
     """
     if cage not in LEVELS:
         raise ValueError(f"verl_ext.sandbox.cage is {cage!r}; choose one of {', '.join(LEVELS)}")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise CageError(f"every cage needs the system call pidfd_open (Linux 5.3): {error.strerror}") from error
     if cage == "rlimits":
         logger.warning("sandbox: verl_ext.sandbox.cage=rlimits: models' code has your rights, limits apart")
         return ("rlimits",)

@@ -7,6 +7,7 @@ Ubuntu 24.04's AppArmor, bubblewrap issue 505). They are a second wall, not the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -64,19 +65,17 @@ class Cgroup:
         self.folders: list[Path] = []
         for place in _places():
             folder = place / f"{_NAME}{uuid.uuid4().hex[:12]}"
+            limits = {"memory.max": memory, "memory.limit_in_bytes": memory, "pids.max": processes}
             try:
                 folder.mkdir()
+                found = [folder / name for name in limits if (folder / name).exists()]
+                for file in found:
+                    file.write_text(str(limits[file.name]))
             except OSError:
-                continue
-            limits = {"memory.max": memory, "memory.limit_in_bytes": memory, "pids.max": processes}
-            limits = {name: limit for name, limit in limits.items() if (folder / name).exists()}
-            try:
-                for name, limit in limits.items():
-                    (folder / name).write_text(str(limit))
-            except OSError:
-                limits = {}
-            self.folders += [folder] if limits else []
-            if not limits:
+                found = []
+            if found:
+                self.folders.append(folder)
+            elif folder.exists():
                 folder.rmdir()
 
     def command(self) -> list[str]:
@@ -90,11 +89,9 @@ class Cgroup:
         """Remove the folders, and old ones of others that have ended without doing so."""
         for folder in self.folders:
             for one in folder.parent.glob(f"{_NAME}*"):
-                try:
+                with contextlib.suppress(OSError):  # still in use, or gone
                     if one == folder or time.time() - one.stat().st_mtime > 60:
                         one.rmdir()
-                except OSError:  # still in use, or gone
-                    pass
         self.folders = []
 
 

@@ -5,7 +5,8 @@ It has imported what the calls need, holds no secret, and runs nothing of theirs
 a fork, takes back text that it does not read, keeps the time, and kills. One thread. Its owner (pool.py) sends it one
 end of a new socket for each call, and ends it by closing the channel on which these come. On the socket of a call:
 
-* from the owner two lines: ``{"target", "timeout_s", "warm"}``, and the JSON list of arguments;
+* from the owner two lines: ``{"target", "timeout_s", "warm"}``, and the JSON list of arguments. Descriptors that came
+  with the socket stay open in the fork, and their numbers are the function's first arguments;
 * to it ``{"reason", "text", "seconds"}`` and the end: reason "" and the value's JSON in ``text``, or why there is none.
 
 An owner who closes the socket before has given the call up. A fork's answer is one letter and text: ``v`` a value,
@@ -35,6 +36,8 @@ from verl_ext.sandbox.cage import Cage, Limits, adopt_orphans, die_with_parent
 
 REASONS = {"v": "", "e": "error", "m": "memory", "o": "output", "r": "refused"}
 ERROR_CHARS = 2000
+DESCRIPTORS = 8
+"""Most descriptors that may come with a call."""
 _SWEEPS = 1000
 """Most rounds of killing orphans that go on forking."""
 
@@ -64,19 +67,21 @@ class Zygote:
         await asyncio.Event().wait()
 
     def _take(self, channel: socket.socket) -> None:
-        said, sockets, _, _ = socket.recv_fds(channel, 1, 1)
+        said, sockets, _, _ = socket.recv_fds(channel, 1, 1 + DESCRIPTORS)
         if not said:
             for pid in list(self.workers):
                 self._end(pid)
             os._exit(0)
-        task = asyncio.create_task(self.answer(socket.socket(fileno=sockets[0])))
+        task = asyncio.create_task(self.answer(socket.socket(fileno=sockets[0]), sockets[1:]))
         self._tasks.add(task)  # the loop itself keeps weak references only
         task.add_done_callback(self._tasks.discard)
 
-    async def answer(self, link: socket.socket) -> None:
+    async def answer(self, link: socket.socket, descriptors: list[int]) -> None:
         """One call, from its two lines to its answer, or until the owner gives it up."""
         loop, said = asyncio.get_running_loop(), bytearray()
-        with link:
+        with link, contextlib.ExitStack() as held:
+            for descriptor in descriptors:
+                held.callback(os.close, descriptor)
             link.setblocking(False)
             while said.count(b"\n") < 2:
                 block = await loop.sock_recv(link, 1 << 18)
@@ -84,7 +89,7 @@ class Zygote:
                     return
                 said += block
             head, arguments = said.splitlines()
-            call = asyncio.create_task(self.run(arguments, **json.loads(head)))
+            call = asyncio.create_task(self.run(arguments, **json.loads(head), descriptors=descriptors, held=held))
             given_up = asyncio.create_task(loop.sock_recv(link, 1))
             await asyncio.wait({call, given_up}, return_when=asyncio.FIRST_COMPLETED)
             for task in (call, given_up):
@@ -93,7 +98,15 @@ class Zygote:
             if not call.cancelled():
                 await loop.sock_sendall(link, json.dumps(call.result()).encode() + b"\n")
 
-    async def run(self, arguments: bytearray, target: str, timeout_s: float, warm: list[Any]) -> dict[str, Any]:
+    async def run(
+        self,
+        arguments: bytearray,
+        target: str,
+        timeout_s: float,
+        warm: list[Any],
+        descriptors: list[int],
+        held: contextlib.ExitStack,
+    ) -> dict[str, Any]:
         """Fork a worker, wait for its end or bring it about, and say what came of it."""
         try:
             function = resolve(target)
@@ -108,9 +121,10 @@ class Zygote:
         except Exception as error:
             return {"reason": "refused", "text": f"{type(error).__name__}: {error}"[:ERROR_CHARS], "seconds": 0.0}
         if pid == 0:
-            work(self.cage, function, arguments, timeout_s, writer, self.limits.output_kb << 10)
+            work(self.cage, function, arguments, timeout_s, writer, self.limits.output_kb << 10, descriptors)
         started = time.monotonic()
         os.close(writer)
+        held.close()  # the fork alone has them now: who holds the other end hears of its end
         os.set_blocking(pipe, False)
         self.workers.add(pid)
         said = bytearray()
@@ -147,7 +161,7 @@ class Zygote:
                 if ended:
                     return ""
                 used = time.clock_gettime((~pid << 3) | 2)  # the processor time of that process
-                left = min(timeout_s - used, late - time.monotonic())
+                left = min(timeout_s - used, late + _kept_waiting(pid) - time.monotonic())
                 if left <= 0:
                     return "timeout"
                 timer = loop.call_later(max(left, 0.005), awake.set)
@@ -188,6 +202,14 @@ def _verdict(code: int, said: bytearray) -> tuple[str, str]:
     return reason, f"the process was ended by {signal.Signals(-code).name}"
 
 
+def _kept_waiting(pid: int) -> float:
+    """Seconds for which a process could have run and had no processor, which is the machine's doing; 0.0 if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # a kernel that does not count it
+        return 0.0
+
+
 def _children() -> set[int]:
     pid = os.getpid()
     try:
@@ -202,16 +224,28 @@ def _children() -> set[int]:
 
 
 def work(
-    cage: Cage, function: Callable[..., Any], arguments: bytearray, timeout_s: float, pipe: int, limit: int
+    cage: Cage,
+    function: Callable[..., Any],
+    arguments: bytearray,
+    timeout_s: float,
+    pipe: int,
+    limit: int,
+    descriptors: list[int],
 ) -> NoReturn:
     """The life of a fork: into the cage, one call, its answer of at most `limit` bytes into the pipe, the end."""
     letter, text = "r", ""
     try:
-        cage.enter(pipe, timeout_s)
+        cage.enter(pipe, timeout_s, descriptors)
         letter = "e"
-        letter, text = _called(function, arguments, limit)
+        value = function(*descriptors, *json.loads(arguments))
+        letter = "o"
+        text = json.dumps(value, allow_nan=False)
+        if len(text) < limit:
+            letter = "v"
+        else:
+            text = f"{len(text) + 1} bytes, more than {limit}"
     except BaseException as error:  # SystemExit too: the call ends here, not the room
-        if letter == "e" and isinstance(error, MemoryError):
+        if letter != "r" and isinstance(error, MemoryError):
             letter = "m"
         text = f"{type(error).__name__}: {error}"[:ERROR_CHARS]
         if place := traceback.extract_tb(error.__traceback__)[-1:]:
@@ -223,15 +257,6 @@ def work(
                 answer = answer[os.write(pipe, answer) :]
         finally:
             os._exit(0)
-
-
-def _called(function: Callable[..., Any], arguments: bytearray, limit: int) -> tuple[str, str]:
-    value = function(*json.loads(arguments))
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        return "o", f"{type(error).__name__}: {error}"[:ERROR_CHARS]
-    return ("v", text) if len(text) < limit else ("o", f"{len(text) + 1} bytes, more than {limit}")
 
 
 def main(descriptor: int, level: str, limits: dict[str, Any], modules: list[str]) -> None:

@@ -5,7 +5,7 @@
     kernel_reward          released   w_c C + w_s s + w_p PR C           penalised: the penalty, in both variants
                            paper      C + C min(speedup, 3) + C PR
     profiling_reward PR    device time of the generated kernels / device time of all kernels
-    prs_keep_probability   clip((PR - threshold) / factor, 0, 1) of a correct kernel, 1 of a wrong one
+    prs_keep_probability   clip((PR - threshold) / factor, 0, 1) of a correct kernel, 1 of a wrong one; `prs` draws
 
 `released` is what hkust-nlp/KernelGYM@3a84417 computes, `paper` what the text says. A speedup or a coverage that is
 None or NaN was not measured, and counts as 0. Every function gives a float64 array.
@@ -13,13 +13,16 @@ None or NaN was not measured, and counts as 0. Every function gives a float64 ar
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from verl_ext.methods.groups import Column
-from verl_ext.methods.options import Discount, NotNegative, check_range, checked
+from verl_ext.methods.options import Count, Discount, NotNegative, check_range, checked
+from verl_ext.methods.rejection import Rejection
 from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import Rows
 
@@ -210,6 +213,55 @@ def prs_keep_probability(
     if speedup_threshold is not None and speedup_threshold >= 0:
         kept |= rows.measured("speedup") >= speedup_threshold
     return np.where(kept, 1.0, probability)
+
+
+@checked
+def prs(
+    response_mask: torch.Tensor,
+    *,
+    coverage: Column,
+    correct: Column,
+    draw: Column,
+    speedup: Column | None = None,
+    traj_uid: Column | None = None,
+    turn_index: Column | None = None,
+    level: Literal["turn", "geometric"] = "turn",
+    threshold: Discount = 0.3,
+    factor: NotNegative | None = 0.1,
+    speedup_threshold: float | None = None,
+    seed: Count = 0,
+) -> Rejection:
+    """Profiling-based rejection sampling: each row is kept with `prs_keep_probability`, which is the statistic.
+
+    Args:
+        response_mask: [B, T] of 0 and 1; rows without model tokens are in no mean.
+        coverage, correct, speedup, traj_uid, turn_index, level, threshold, factor, speedup_threshold: as there.
+        draw: [B] name of each row's random number, see `draws`.
+        seed: of the random numbers.
+    """
+    some = response_mask.bool().any(-1)
+    probability = prs_keep_probability(
+        coverage,
+        correct,
+        speedup,
+        traj_uid=traj_uid,
+        turn_index=turn_index,
+        nonempty=some.cpu().numpy(),
+        level=level,
+        threshold=threshold,
+        factor=factor,
+        speedup_threshold=speedup_threshold,
+    )
+    kept = torch.from_numpy(draws(draw, seed) < probability).to(some.device) | ~some
+    mask = response_mask * kept[:, None].to(response_mask.dtype)
+    return Rejection(mask, kept, torch.from_numpy(probability).to(some.device))
+
+
+def draws(names: Column, seed: int) -> np.ndarray:
+    """Uniform random numbers in [0, 1) by name, [B] float64: the same for any order or part of the rows."""
+    texts = [f"{seed}/{name}".encode() for name in names]
+    found = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11 for text in texts]
+    return np.array(found, dtype=np.float64) / 2.0**53
 
 
 @checked

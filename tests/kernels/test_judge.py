@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge with real compilers, cages and players: what is right, what is wrong, and what each failure is called."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import re2
+import torch
+from conftest import most
+
+from verl_ext.kernels import compiler, languages, tasks
+from verl_ext.kernels.feedback import feedback, prompt, scrub
+from verl_ext.kernels.judge import STATUSES, Judge, Verdict, interval
+from verl_ext.kernels.languages import CandidateError
+from verl_ext.kernels.options import JudgeOptions
+from verl_ext.kernels.tasks import Task
+
+TASK = Task.of("mul add relu")
+C = """```c
+void kernel(const float *x, const float *a, const float *b, float *y, long rows, long columns)
+{
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < columns; c++) {
+            float v = x[r * columns + c] * a[c] + b[c];
+            y[r * columns + c] = v > 0 ? v : 0;
+        }
+}
+```"""
+PYTHON = '''```python
+SOURCE = """
+static float positive(float v) { return v > 0 ? v : 0; }
+void first(const float *x, const float *a, float *y, long rows, long columns)
+{ for (long r = 0; r < rows; r++) for (long c = 0; c < columns; c++) y[r * columns + c] = x[r * columns + c] * a[c]; }
+void second(const float *x, const float *b, float *y, long rows, long columns)
+{ for (long r = 0; r < rows; r++) for (long c = 0; c < columns; c++)
+      y[r * columns + c] = positive(x[r * columns + c] + b[c]); }
+"""
+class ModelNew:
+    def forward(self, x, a, b):
+        y = torch.empty_like(x)
+        kernels.first(x, a, y, *x.shape)
+        kernels.second(y, b, y, *x.shape)
+        return y
+```'''
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("fuse", "krve mul add relu"),
+        ("fuse", "kcse mul;t add;krvf relu"),
+        ("c", C),
+        ("python", PYTHON),
+    ],
+)
+def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None:
+    verdict = most(judge, TASK, text, language, lambda found: not found.decoy)
+    assert verdict.status == "right", verdict
+    assert verdict.correct and not verdict.decoy and verdict.worst < 0.1
+    assert 0 < verdict.low <= verdict.speedup <= verdict.high
+    assert verdict.reference_us > 0 < verdict.candidate_us
+    assert sum(verdict.profile.values()) == pytest.approx(1.0) and 0 <= verdict.coverage <= 1
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "status"),
+    [
+        ("fuse", "krve add mul relu", "wrong"),
+        ("fuse", "krve mul add", "wrong"),
+        ("fuse", "", "no_code"),
+        ("fuse", "krve", "no_code"),
+        ("fuse", "kxve mul add relu", "no_code"),
+        ("fuse", "t mul add relu leap", "no_code"),
+        ("c", "```c\nint main(void) { return 0; }\n```", "no_code"),
+        ("c", C.replace("v > 0", "w > 0"), "compile_error"),
+        ("c", C.replace("{\n    for", "{\n    for (;;) ;\n    for", 1), "timeout"),
+        ("c", C.replace("{\n    for", "{\n    *(volatile int *)8 = 1;\n    for", 1), "crashed"),
+        ("c", C.replace("rows; r++", "rows - 1; r++", 1), "wrong"),
+        ("python", PYTHON.replace("return y", "return z"), "error"),
+        ("python", PYTHON.replace("return y", "return y[:1]"), "error"),
+        ("python", PYTHON.replace("return y", "return torch.empty(1 << 30)"), "error"),
+        ("python", PYTHON.replace("return y", "raise SystemExit"), "error"),
+        ("python", PYTHON.replace("return y", "import os; os._exit(0)"), "crashed"),
+        ("python", PYTHON.replace("return y", "import missing_module"), "error"),
+        ("python", PYTHON.replace("ModelNew", "ModelOld"), "no_code"),
+        ("python", PYTHON.replace("return y", "return ("), "no_code"),
+    ],
+)
+def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, language: str, text: str, status: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    verdict = judge.evaluate(TASK, text, language)
+    assert verdict.status == status in STATUSES, verdict
+    assert not verdict.correct and verdict.speedup == verdict.coverage == 0.0 and verdict.error
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the reference's player, once
+    assert judge.evaluate(TASK, "krve mul add relu", "fuse").correct
+
+
+def test_one_that_ends_with_a_word_of_the_judge_unread_is_to_blame(judge: Judge) -> None:
+    ends = "import os, time\ndef end(*_):\n    time.sleep(0.5)\n    os._exit(0)\nos.read = end\nclass ModelNew:"
+    verdict = judge.evaluate(TASK, PYTHON.replace("class ModelNew:", ends), "python")
+    assert verdict.status == "crashed", verdict
+    assert most(judge, TASK, C, "c", lambda found: not found.decoy).status == "right"
+
+
+def test_all_in_torch_is_a_decoy(judge: Judge) -> None:
+    verdict = judge.evaluate(TASK, "t mul add relu")
+    assert verdict.correct and verdict.decoy and verdict.coverage == 0.0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '#include "/etc/passwd"\n',
+        "%:include </etc/passwd>\n",
+        '__asm__(".incbin 1");\n',
+        "void begin(void) __attribute__((constructor));\n",
+        'char *text = "text";\n',
+        "#pragma GCC optimize (fast)\n",
+        "#define long int\n",
+    ],
+)
+def test_c_that_speaks_to_others_than_the_compiler_is_refused(bad: str) -> None:
+    with pytest.raises(CandidateError) as caught:
+        languages.read(C.replace("```c\n", f"```c\n{bad}"), "c", TASK)
+    assert caught.value.status == "no_code"
+
+
+def test_comments_without_an_end_are_read_in_linear_time() -> None:
+    assert isinstance(languages._COMMENT, type(re2.compile("x")))
+    languages.check_c("/* " * 20_000 + "\ud800")
+    with pytest.raises(CandidateError, match="#include"):
+        languages.check_c("/* a */ /* \n\n */\n#include <b>")
+
+
+@pytest.mark.parametrize("call", ["system", "dlsym", "PyRun_SimpleString", "fork", "write"])
+def test_kernels_call_mathematics_and_nothing_else(call: str) -> None:
+    source = languages.read(C.replace("float v =", f"{call}(0); float v ="), "c", TASK).source
+    with pytest.raises(CandidateError, match=call) as caught:
+        compiler.build(f"long {call}(long);\n{source}", 10, "test")
+    assert caught.value.status == "compile_error"
+
+
+def test_every_stage_of_every_chain_changes_what_comes_out() -> None:
+    """So that leaving one out is wrong, and a constant too: the same 24 and 8 chains as ever, all different."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(size, generator=generator) for size in ((64, 512), (512,), (512,)))
+    tolerance = JudgeOptions().tolerance
+    chains = [*tasks.training(), *tasks.held_out()]
+    assert len({task.text for task in chains}) == len({task.name for task in chains}) == 32
+    for task in chains:
+        right = tasks.run(list(task.stages), x, a, b)
+        size = right.square().mean().sqrt()
+        assert torch.isfinite(right).all()
+        others = [task.stages[:place] + task.stages[place + 1 :] for place in range(len(task.stages))]
+        for other in [tasks.run(list(stages), x, a, b) for stages in others] + [right.mean() + torch.zeros_like(right)]:
+            assert ((other - right).abs() > 100 * tolerance * (right.abs() + size)).double().mean() > 0.3, task
+
+
+def test_names_of_tasks(judge: Judge) -> None:
+    assert Task.of("fuse-3") == tasks.training()[3] == Task.of(tasks.training()[3].text)
+    assert Task.of("fuse-val-7") == tasks.held_out()[7]
+    with pytest.raises(ValueError, match="fuse-0 to fuse-23"):
+        Task.of("fuse-24")
+
+
+def test_interval_of_the_median() -> None:
+    """By the places of the binomial distribution: the widest below 6 values, the 2nd of 9 and the 8th of 25."""
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert interval([float(value) for value in range(9, 0, -1)]) == (2.0, 8.0)
+    assert interval([float(value) for value in range(1, 26)]) == (8.0, 18.0)
+
+
+def test_feedback_names_nothing_of_the_host() -> None:
+    said = "in /home/someone/lib/torch.py: no kernel at 0x7f0123456789 of candidate.py:3"
+    assert scrub(said) == "in torch.py: no kernel at 0x... of candidate.py:3"
+    text = feedback(Verdict("error", error=said), "c")
+    assert "/home" not in text and "status: error" in text.lower()
+    right = Verdict("right", 1.23, 1.1, 1.3, 7, 100.0, 80.0, 0.5, profile={"kernel": 0.5, "torch": 0.5})
+    assert feedback(right, "fuse") == "right x1.2 cov 0.5"
+    assert "Speedup: 1.23" in feedback(right, "c") and "50% torch" in feedback(right, "python")
+    assert TASK.text in prompt(TASK, "fuse") and "void kernel" in prompt(TASK, "c")
+
+
+def test_options_are_checked() -> None:
+    for bad in ({"language": "rust"}, {"pairs": 1}, {"pairs": 9, "max_pairs": 8}, {"tolerance": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            JudgeOptions(**bad)  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_of_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others use the machine's
+    with Judge(JudgeOptions(pairs=3, max_pairs=3, looks=10)) as judge:
+        assert judge.evaluate(TASK, "krve mul add relu").correct
+        players = judge._references["mul add relu"].pid
+        assert Path(f"/proc/{players}").exists()
+    until = time.monotonic() + 120
+    while Path(f"/proc/{players}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{players}").exists()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-ext kernels bench`` at its smallest: that it measures all it says, not what comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from verl_ext.cli import main
+from verl_ext.kernels import bench
+from verl_ext.kernels.bench import candidates
+from verl_ext.kernels.judge import Judge
+
+
+@pytest.mark.slow
+def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, few in {"HONEST": bench.HONEST[:2], "SHARES": (0.6,), "SHARE_LOOKS": 40}.items():
+        monkeypatch.setattr(bench, name, few)
+    sizes = {"workers": 1, "submitted": 2, "cached": 3, "programs": 2, "repeats": 2}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    assert main(["kernels", "bench", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.items() >= {name: sizes[name] for name in ("workers", "submitted", "programs", "repeats")}.items()
+    for name in ("distinct_a_second", "cached_a_second", "busy_share", "seconds_to_verdict", "seconds_to_verdict_p90"):
+        assert found[name] > 0
+    assert found["seconds_to_verdict"] <= found["seconds_to_verdict_p90"]
+    assert found["speedup"] > 0 and -1 <= found["rank_correlation"] <= 1
+    assert all(math.isfinite(found[f"speedup_{name}"]) for name in ("std", "std_busy", "shift_busy"))
+    assert found["honest"] == len(found["honest_spread"]) == 2 >= found["honest_paid"]
+    assert [row["share"] for row in found["coverage"]] == [0.6]
+    assert all(0 < row["coverage"] <= 1 and row["largest_error"] >= 0 for row in found["coverage"])
+
+
+def test_random_programs_are_right_and_all_different(judge: Judge) -> None:
+    made = candidates(60)
+    assert len(set(made)) == 60 and made == candidates(60) != candidates(60, seed=1)
+    for task, text in made[:6]:
+        assert judge.evaluate(task, text, "fuse").status == "right", text
+
+
+def test_one_value_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "bench", "--repeats", "1"]) == 2
+    assert "at least 2" in capsys.readouterr().err

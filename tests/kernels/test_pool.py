@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation pool on a real Ray: duplicates, the cache, workers that are killed, and an evaluation without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import ray
+
+from verl_ext.kernels.options import KernelOptions
+from verl_ext.kernels.pool import Pool
+from verl_ext.kernels.seat import Infrastructure
+from verl_ext.kernels.tasks import Task
+
+TASK = Task.of("mul add relu")
+OPTIONS = KernelOptions(pairs=3, max_pairs=3, looks=10, workers=1)
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> Pool:
+    return Pool(OPTIONS, "required")
+
+
+async def several(pool: Pool, texts: list[str]) -> list[object]:
+    return list(await asyncio.gather(*[pool.evaluate(TASK, text) for text in texts], return_exceptions=True))
+
+
+def figures(pool: Pool) -> dict[str, int]:
+    return ray.get(pool.broker.figures.remote())
+
+
+def test_one_program_is_judged_once(pool: Pool) -> None:
+    first = asyncio.run(several(pool, ["krve mul add relu", " krve  mul add relu ", "krve mul add relu", "k nothing"]))
+    assert [one.status for one in first] == ["right", "right", "right", "no_code"]  # type: ignore[attr-defined]
+    assert first[0] == first[1] == first[2]
+    (again,) = asyncio.run(several(pool, ["krve mul add relu"]))
+    assert again == first[0]
+    said = figures(pool)
+    assert said["judged"] == 1 and said["coalesced"] == 2 and said["cached"] == 1 and said["workers"] == 1
+
+
+def test_another_pool_of_the_same_options_is_the_same(pool: Pool) -> None:
+    other = Pool(OPTIONS, "required")
+    assert figures(other) == figures(pool)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_nobody_a_verdict_and_comes_back(pool: Pool) -> None:
+    async def killed() -> object:
+        (pid,) = await pool.broker.processes.remote()
+        waits = asyncio.create_task(pool.evaluate(TASK, "krve mul;krve add relu"))
+        os.kill(pid, signal.SIGKILL)
+        return await waits
+
+    verdict = asyncio.run(killed())
+    assert verdict.status == "right"  # type: ignore[attr-defined]
+    assert figures(pool)["workers"] == 1
+
+
+@pytest.mark.slow
+def test_a_lost_broker_is_made_again(pool: Pool) -> None:
+    ray.kill(pool.broker)
+    (verdict,) = asyncio.run(several(pool, ["krve mul add relu"]))
+    assert verdict.status == "right"  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_without_a_judge_there_is_no_verdict(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cage that does not exist stands for a machine that cannot judge: every worker fails, and leaves."""
+    broken = Pool(KernelOptions(pairs=3, max_pairs=3, workers=1), "no such cage")
+    (said,) = asyncio.run(several(broken, ["krve mul add relu"]))
+    assert isinstance(said, Infrastructure)
+    (later,) = asyncio.run(several(broken, ["krve mul;t add relu"]))
+    assert isinstance(later, Infrastructure) and "no worker" in str(later)
+    said = figures(broken)
+    assert said["infra"] == 2 and said["workers"] == 0 and "judged" not in said

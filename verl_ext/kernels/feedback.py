@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is told of its kernel: a fixed form, short, with nothing in it of the machine that judged."""
+
+from __future__ import annotations
+
+import re
+
+from verl_ext.kernels.judge import Verdict
+from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
+
+ERROR_CHARS = 600
+ROWS_SHOWN = 5
+
+_HOW = {
+    "fuse": "Write parts in order, with ; between them: t and stages (done in torch), or k, three letters (r or c: "
+    "rows or columns outermost, v or s: vector or scalar code, e or f: exact or fast exponential) and stages (done in "
+    "one kernel). Example: t gelu;krve mul add",
+    "c": "Write in one fenced block of C: void kernel(const float *x, const float *a, const float *b, float *y, long "
+    "rows, long columns). No includes, strings or attributes; expf and sqrtf are declared.",
+    "python": "Write in one fenced block of Python a class ModelNew with forward(self, x, a, b), and C functions in a "
+    "string SOURCE at the top; kernels.name(...) calls one, tensors as pointers and whole numbers as long.",
+}
+
+
+def prompt(task: Task, language: str) -> str:
+    """The first message to a model that is told everything. The task `fuse` gives small models the chain alone."""
+    return (
+        f"Make this faster. x is [{ROWS}, {COLUMNS}] float32, a and b are [{COLUMNS}]; the stages are done one after "
+        f"the other, each on all of x: {task.text}\n{_HOW[language]}"
+    )
+
+
+def scrub(text: str) -> str:
+    """Text without paths and addresses of this machine."""
+    text = re.sub(r"(?<![\w.])/[^\s:'\"(),]+/", "", text)
+    return re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text)
+
+
+def feedback(verdict: Verdict, language: str) -> str:
+    """What the model reads before its next turn. For `fuse` one line of a few words, which a tiny model can read."""
+    if language == "fuse":
+        if not verdict.correct:
+            return verdict.status
+        kind = "decoy" if verdict.decoy else "right"
+        return f"{kind} x{verdict.speedup:.1f} cov {verdict.coverage:.1f}"
+    lines = [f"Status: {verdict.status}"]
+    if verdict.error:
+        lines.append(scrub(verdict.error)[:ERROR_CHARS])
+    if verdict.correct:
+        times = f"{verdict.candidate_us:.0f} us, the reference {verdict.reference_us:.0f} us"
+        lines.append(f"Speedup: {verdict.speedup:.2f} ({times})")
+        lines.append(f"Time in your kernels: {verdict.coverage:.0%}")
+        lines += [f"  {share:.0%} {place}" for place, share in list(verdict.profile.items())[:ROWS_SHOWN]]
+    if verdict.decoy:
+        lines.append("No kernel of yours changes the result: this counts as no answer.")
+    return "\n".join(lines)

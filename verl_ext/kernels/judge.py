@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge: compiles a candidate, has it played in a cage, compares every output and times it against the reference.
+
+Nothing that decides a reward is computed in a process that has run generated code. The judge draws the inputs from
+secret seeds, and the reference is a player of its own under the same protocol. The two alternate (ABBA) on the same
+inputs; the speedup is the median over pairs of the ratio of their processor times, with the interval of its order
+statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from verl_ext.kernels import compiler, coverage, languages
+from verl_ext.kernels.compiler import Library
+from verl_ext.kernels.languages import PATIENCE, CandidateError, Program
+from verl_ext.kernels.options import JudgeOptions
+from verl_ext.kernels.seat import Infrastructure, Seat
+from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
+from verl_ext.methods.kernel_reward import kernel_reward
+from verl_ext.sandbox import Limits, Sandbox
+
+#: What a verdict's status can be; the last is nobody's fault but the machine's.
+STATUSES = (
+    "right wrong no_code compile_error compile_timeout error timeout memory crashed infra".split()
+)  # fmt: skip
+REFERENCES = 64
+"""Reference players that a judge keeps; the one that was not used for longest goes first."""
+FOREVER_S = 1e5
+#: Looks at the candidate in a batch, for its coverage.
+LOOKS_A_BATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the judge says of a candidate.
+
+    Attributes:
+        status: one of `STATUSES`.
+        speedup: time of the reference over time of the candidate; 0.0 unless right.
+        low, high: ends of its 95 % interval.
+        pairs: ratios that it is the median of.
+        reference_us, candidate_us: microseconds of processor time for one input, medians.
+        coverage: share of the candidate's time in generated kernels whose result is used; 0.0 unless right.
+        decoy: right, without any kernel that matters.
+        profile: shares of its time by place, largest first.
+        error: what was wrong, for the model.
+        worst: largest error of an output, in tolerances; 0.0 if none was compared.
+        seconds: on the clock, of the evaluation.
+    """
+
+    status: str
+    speedup: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    pairs: int = 0
+    reference_us: float = 0.0
+    candidate_us: float = 0.0
+    coverage: float = 0.0
+    decoy: bool = False
+    profile: dict[str, float] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    worst: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def correct(self) -> bool:
+        """Whether all outputs were right."""
+        return self.status == "right"
+
+    @property
+    def worth(self) -> float:
+        """The speedup that counts for Fast@p: 0.0 for a decoy too."""
+        return 0.0 if self.decoy else self.speedup
+
+    def reward(self, speedup_rule: str = "median", **options: Any) -> float:
+        """Of the turn, by `kernel_reward`: decoys, wrong kernels and what did not run to its end get the penalty."""
+        speedup = self.speedup if speedup_rule == "median" else self.low
+        out = self.decoy or not self.correct
+        return float(kernel_reward([self.correct], [speedup], [self.coverage], penalised=[out], **options)[0])
+
+
+class Judge:
+    """Judges candidates, one at a time.
+
+    Args:
+        options: see there.
+        cage: of the sandbox; see :mod:`verl_ext.sandbox`.
+
+    Raises:
+        CageError: this machine has not what the cage needs.
+        Infrastructure: there is no compiler.
+    """
+
+    seat = Seat
+
+    def __init__(self, options: JudgeOptions | None = None, cage: str = "required") -> None:
+        self.options = options or JudgeOptions()
+        self.compiler = compiler.version()
+        if not self.compiler:
+            raise Infrastructure("there is no gcc with binutils here; install both (Debian: apt install gcc)")
+        limits = Limits(workers=REFERENCES + 16, memory_mb=self.options.memory_mb, patience=PATIENCE)
+        self.sandbox = Sandbox(limits, cage, modules=["verl_ext.kernels.player"])
+        self.shape = (self.options.batch, ROWS, COLUMNS)
+        self._references: dict[str, Seat] = {}
+        self._random = torch.Generator().manual_seed(secrets.randbits(63))
+
+    def close(self) -> None:
+        """End its processes."""
+        for seat in self._references.values():
+            seat.close()
+        self._references.clear()
+        self.sandbox.close()
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def evaluate(self, task: Task, text: str, language: str = "") -> Verdict:
+        """The verdict on what a model wrote.
+
+        Args:
+            task: what it was to make faster.
+            text: its answer.
+            language: of the answer; empty: that of the options.
+
+        Raises:
+            Infrastructure: there is none, and the candidate is not to blame.
+        """
+        began, library, name = time.monotonic(), None, f"verl_ext_{secrets.token_hex(8)}"
+        try:
+            program = languages.read(text, language or self.options.language, task)
+            if program.source:
+                library = compiler.build(program.source, self.options.compile_s, name)
+            verdict = self._judge(task, program, library, name)
+        except CandidateError as error:
+            verdict = Verdict(error.status, error=error.text)
+        except OSError as error:
+            raise Infrastructure(f"{type(error).__name__}: {error}") from error
+        finally:
+            if library is not None:
+                library.close()
+        return dataclasses.replace(verdict, seconds=time.monotonic() - began)
+
+    # --- the parts of an evaluation ---
+
+    def _judge(self, task: Task, program: Program, library: Library | None, name: str) -> Verdict:
+        self._of(task)  # a reference that cannot be started is nobody's fault
+        with self._player(program.plan, library) as seat:
+            found = self._time(task, seat)
+            if found.correct and found.speedup > self.options.second_look:
+                with self._player(program.plan, library) as fresh:
+                    again = self._time(task, fresh)
+                found = again if not again.correct or again.speedup < found.speedup else found
+            if not found.correct or library is None:
+                return dataclasses.replace(found, decoy=found.correct)
+            shares = self._profile(task, seat, library, name, found.candidate_us * self.options.batch / 1e6)
+        alive = self._alive(task, program, library)
+        kernels = {place for place, _ in shares.items() if place not in (coverage.TORCH, coverage.OTHER)}
+        dead = set(library.kernels) - alive
+        share = sum(shares[place] for place in kernels - dead) if alive else 0.0
+        return dataclasses.replace(found, coverage=min(share, 1.0), decoy=not alive, profile=shares)
+
+    @contextlib.contextmanager
+    def _player(self, plan: dict[str, Any], library: Library | None, lost: Sequence[str] = ()) -> Iterator[Seat]:
+        seat = self.seat(self.sandbox, self.shape, plan, library, lost, self.options.run_s)
+        try:
+            yield seat
+        finally:
+            seat.close()
+
+    def _of(self, task: Task) -> Seat:
+        """The player of the reference: trusted code in a cage like the candidate's, kept for the next candidate."""
+        seat = self._references.pop(task.text, None)
+        if seat is None:
+            if len(self._references) >= REFERENCES:
+                self._references.pop(next(iter(self._references))).close()
+            seat = Seat(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
+        self._references[task.text] = seat
+        return seat
+
+    def _expected(self, task: Task, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
+        """What is right, and the reference's time for it."""
+        try:
+            return self._of(task).batch(*given)
+        except CandidateError as error:
+            self._references.pop(task.text).close()
+            raise Infrastructure(f"the reference of {task.text}: {error}") from error
+
+    def _inputs(self) -> list[torch.Tensor]:
+        """A batch that nobody has seen: x [batch, rows, columns], a and b [columns]."""
+        return [torch.randn(size, generator=self._random) for size in (self.shape, COLUMNS, COLUMNS)]
+
+    def _worst(self, y: torch.Tensor, expected: torch.Tensor) -> float:
+        """The largest error in tolerances; infinite if an output is not finite."""
+        size = torch.linalg.vector_norm(expected) / math.sqrt(expected.numel())
+        error = (
+            float((y - expected).abs_().div_(expected.abs().add_(size).clamp_(min=1e-30)).max())
+            / self.options.tolerance
+        )
+        return error if math.isfinite(error) else math.inf
+
+    def _time(self, task: Task, seat: Seat) -> Verdict:
+        """Compare and time: one batch that is compared alone, and then the pairs."""
+        ratios: list[float] = []
+        times: list[tuple[float, float]] = []
+        worst, low, high = 0.0, 0.0, math.inf
+        for pair in range(self.options.max_pairs + 1):
+            given = self._inputs()
+            if pair % 2:
+                expected, reference = self._expected(task, given)
+                y, seconds = seat.batch(*given)
+            else:
+                y, seconds = seat.batch(*given)
+                expected, reference = self._expected(task, given)
+            worst = max(worst, self._worst(y, expected))
+            if worst > 1.0:
+                return Verdict("wrong", error=_how_wrong(y, expected), worst=worst)
+            if pair == 0:
+                continue
+            ratios.append(reference / max(seconds, 1e-9))
+            times.append((reference, seconds))
+            if pair >= self.options.pairs:
+                low, high = interval(ratios)
+                middle = _median(ratios)
+                if high - middle <= self.options.precision * middle and middle - low <= self.options.precision * middle:
+                    break
+        reference, seconds = (_median([pair[which] for pair in times]) for which in (0, 1))
+        scale = 1e6 / self.options.batch
+        return Verdict(
+            "right", _median(ratios), low, high, len(ratios), reference * scale, seconds * scale, worst=worst
+        )
+
+    def _profile(self, task: Task, seat: Seat, library: Library, name: str, batch_s: float) -> dict[str, float]:
+        """Shares of the candidate's time, in batches that are like the timed ones and compared like them."""
+        expected = torch.empty(0)
+
+        def begin() -> None:
+            nonlocal expected
+            given = self._inputs()
+            expected = self._expected(task, given)[0]
+            seat.begin(*given)
+
+        def end() -> None:
+            if self._worst(seat.end()[0], expected) > 1.0:
+                raise CandidateError("wrong", "an output was wrong once in a while")
+
+        return coverage.profile(seat, self.options.looks, batch_s / LOOKS_A_BATCH, begin, end, library, name)
+
+    def _alive(self, task: Task, program: Program, library: Library) -> set[str]:
+        """The kernels without which the outputs are wrong. Where the way of the data is ours, all of them."""
+        if program.language != "python":
+            return set(library.kernels)
+        return {kernel for kernel in library.kernels if self._matters(task, program, library, kernel)}
+
+    def _matters(self, task: Task, program: Program, library: Library, kernel: str) -> bool:
+        """Whether outputs are wrong with a kernel's results lost. A candidate that fails then has not shown it."""
+        given = self._inputs()
+        expected = self._expected(task, given)[0]
+        try:
+            with self._player(program.plan, library, [kernel]) as seat:
+                return self._worst(seat.batch(*given)[0], expected) > 1.0
+        except CandidateError:
+            return False
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median by order statistics: the binomial(n, 1/2) places; all of them if there are few."""
+    n, cut, below = len(values), 0, 0.5 ** len(values)
+    while below <= 0.025:
+        cut += 1
+        below += math.comb(n, cut) * 0.5**n
+    ordered, cut = sorted(values), max(cut - 1, 0)
+    return ordered[cut], ordered[n - 1 - cut]
+
+
+def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:
+    """In words: how many outputs are not finite, and the largest error."""
+    bad = int((~torch.isfinite(y)).sum())
+    if bad:
+        return f"{bad} of {y.numel()} outputs are not finite or were not written"
+    largest = float((y - expected).abs().max())
+    return f"the largest error is {largest:.3g}, the outputs' size {float(expected.std()):.3g}"

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop of the gateway: a user's own agent plays, and each of its requests is a row.
+
+Selected by the recipe ``gateway``, ``actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_gateway`` or the data
+column ``agent_name``. It is the loop of orchestras (`verl_ext.rollout.orchestra.loop`, which has the row fields, the
+prompts, the judgement and what happens to failures) with one thing different: the calls come over HTTP (`server`), from
+a function or a program that knows nothing of verl (`agent`). Rows are those of the same agent as an orchestra.
+
+Row fields beside those: ``sampling``, the parameters of the request that were not the run's
+(``verl_ext.gateway.sampling=record``). Rows are in the order in which the requests came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+from verl_ext.integration.options import OptionError
+from verl_ext.rollout.gateway import settings
+from verl_ext.rollout.gateway.agent import (
+    AGENT_ERROR,
+    AGENT_TIMEOUT,
+    MAX_BYTES,
+    Door,
+    Playing,
+    outcome_of,
+    plain_task,
+    run_command,
+)
+from verl_ext.rollout.gateway.protocol import FIXED, SAMPLING, Answer, Asked, Refused
+from verl_ext.rollout.gateway.server import Session, gateway
+from verl_ext.rollout.orchestra import agents, core
+from verl_ext.rollout.orchestra.agents import POLICY, Agent, OrchestraFailure
+from verl_ext.rollout.orchestra.core import Result, Task
+from verl_ext.rollout.orchestra.loop import OrchestraLoop
+from verl_ext.rollout.orchestra.registry import Orchestra
+from verl_ext.rollout.orchestra.settings import Lineup
+from verl_ext.rollout.orchestra.tools import linear_parser
+from verl_ext.rollout.plain_text import PlainText
+from verl_ext.rollout.threads import HeldThreads, threads
+
+AGENT_NAME = "verl_ext_gateway"
+
+MOST_AGENTS = 32
+"""Names that the agents of one trajectory may have: each is a series of metrics."""
+
+
+@dataclass(frozen=True)
+class Caller(Agent):
+    """An agent as one request has it. Its name may be any that a model can have."""
+
+    asked: Asked | None = None
+
+    def __post_init__(self) -> None:
+        """The name was checked with the request."""
+
+
+class GatewayLoop(OrchestraLoop):
+    """Plays one trajectory of a user's agent. See the module's text.
+
+    Raises:
+        OptionError: a key or value that ``verl_ext.gateway`` does not take.
+    """
+
+    kind = "the agent"
+    where = settings.WHERE
+    reasons = (*agents.REASONS, AGENT_ERROR, AGENT_TIMEOUT, MAX_BYTES)
+    settings: settings.GatewaySettings  # type: ignore[assignment]
+
+    def _prepare(self, entry: dict[str, Any]) -> None:
+        unknown = sorted(entry)
+        if unknown:
+            raise OptionError(f"the agent loop {AGENT_NAME} takes no {unknown[0]}; its keys stand at {self.where}")
+        self.settings, self.retriever = _settings(self.config), None
+        self._calls: dict[str, core.Call] = {}
+        self._names: Counter[str] = Counter()
+        self._arrived = 0
+        self._changed = 0
+        self._session: Session | None = None
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The run's sampling parameters, now (validation has its own) and in training."""
+        training = {name: self.rollout_config.get(name) for name in SAMPLING}
+        return [self._sampling, {name: value for name, value in training.items() if value is not None}]
+
+    def _lineup(self, name: str | None) -> Lineup:
+        played = self.settings.played
+        first = Caller(self.settings.agent_id)
+        return Lineup(Orchestra(played, self._play_agent, (), {}, {}), (first,), {})
+
+    # The agent.
+
+    async def _play_agent(self, task: Task, *_: Any) -> Any:
+        """Have the agent play, until it has a result, fails, or has used up what it may.
+
+        Raises:
+            OrchestraFailure: why there is no result.
+        """
+        here, limit = gateway(self.settings.host), self.settings.agent_timeout_s
+        with here.session(self) as session:
+            self._session = session
+            door = Door(here.base_url, session.key, self.settings.agent_id)
+            work = asyncio.ensure_future(self._run_agent(plain_task(task), door))
+            try:
+                await asyncio.wait({work, session.over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if session.over.done():
+                    raise session.over.result()
+                if not work.done():
+                    raise OrchestraFailure(AGENT_TIMEOUT, f"no result within {self.where}.agent_timeout_s={limit}")
+                assert self._team is not None
+                return outcome_of(work.result(), self._team, self._calls)
+            except HeldThreads as error:
+                if self._team is not None:
+                    self._team.fatal = error  # no agent can be begun any more
+                raise
+            except OrchestraFailure as failure:
+                raise (session.failed if failure.reason == AGENT_ERROR else None) or failure from None
+            except Exception as error:
+                raise session.failed or OrchestraFailure(AGENT_ERROR, f"{type(error).__name__}: {error}") from error
+            finally:
+                work.cancel()
+                await asyncio.wait({work}, timeout=5.0)
+
+    async def _run_agent(self, task: Mapping[str, Any], door: Door) -> Any:
+        chosen = self.settings
+        if chosen.command:
+            return await run_command(chosen.command, task, door, chosen.max_bytes)
+        playing = Playing(settings.load(chosen.agent or ""), task, door)
+        try:
+            return await threads(self.config, "agents").run(playing.run)
+        finally:
+            playing.stop()
+
+    # Its requests (server.Trajectory).
+
+    async def answer(self, asked: Asked) -> Answer:
+        """Make the call that a request asks for: one row.
+
+        Raises:
+            Refused: it asks for what it may not have.
+            OrchestraFailure: the call failed.
+            Exception: what the engine raised.
+        """
+        caller = self._caller(asked)
+        team, place = self._team, (self._arrived,)
+        assert team is not None
+        self._arrived += 1
+        call = await team.call(caller, asked.messages, place)
+        name = f"{'chatcmpl' if asked.prompt is None else 'cmpl'}-{uuid4().hex}"
+        self._calls[name] = call
+        ids, row = call.completion.response_ids, call.completion.row
+        text, tool_calls = await self._tool_calls(asked, ids, call.completion.text)
+        finish = "length" if call.completion.truncated else "stop"
+        return Answer(
+            id=name,
+            asked=asked,
+            text=text,
+            finish="tool_calls" if tool_calls else finish,
+            prompt_tokens=len(row.prompt_ids),
+            tokens=len(ids),
+            tool_calls=tool_calls,
+            logprobs=await self._logprobs(ids, row.response_logprobs) if asked.logprobs else None,
+        )
+
+    def _caller(self, asked: Asked) -> Caller:
+        chosen = self.settings
+        try:
+            limit = chosen.max_tokens(asked.agent)
+        except OptionError as error:
+            raise Refused(str(error), 404, "model_not_found") from None
+        if asked.agent not in self._names and len(self._names) >= MOST_AGENTS:
+            raise Refused(f"more than {MOST_AGENTS} names of agents in one trajectory")
+        asks = [*asked.sampling, *asked.fixed]
+        refused = asks if chosen.sampling == "refuse" else asked.fixed if chosen.sampling == "record" else ()
+        if refused:
+            runs = {**SAMPLING, **{name: values[0] for name, values in FIXED.items() if values}, **self.runs[-1]}
+            raise Refused(
+                f"{refused[0]} is not the run's{f' ({runs[refused[0]]})' if refused[0] in runs else ''}, and what is "
+                f"sampled so is not what is trained. Leave it out, or set {self.where}.sampling=ignore"
+                + ("" if refused[0] in FIXED else ", or record")
+            )
+        if asked.seed is not None and self.rollout_config.get("name") == "sglang":
+            raise Refused("seed can't be had from sglang")
+        if isinstance(asked.prompt, list) and not all(0 <= token < len(self.tokenizer) for token in asked.prompt):
+            raise Refused(f"a token id of the prompt is not in the vocabulary of {len(self.tokenizer)}")
+        self._names[asked.agent] += 1
+        self._changed += bool(asks)
+        limit = min(filter(None, (limit, asked.limit)), default=None)
+        ends = functools.partial(_first, asked.stop) if asked.stop else None
+        return Caller(asked.agent, max_tokens=limit, ends=ends, asked=asked)
+
+    async def _tool_calls(self, asked: Asked, ids: Sequence[int], text: str) -> tuple[str, list[dict[str, Any]]]:
+        """The answer's text without its tool calls, and these as OpenAI's messages have them."""
+        if not asked.tools:
+            return text, []
+        parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", self.tokenizer)
+        content, found = await parser.extract_tool_calls(list(ids), _for_parser(asked.tools))
+        if not found:
+            return text, []
+        for token in self.tokenizer.all_special_tokens:
+            content = (content or "").replace(token, "")
+        return content, [
+            {
+                "id": f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in found[: 1 if asked.one_tool else None]
+        ]
+
+    async def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> list[tuple[str, float]]:
+        decode = functools.partial(self.tokenizer.batch_decode, [[token] for token in ids])
+        texts = await threads(self.config, "decoding").run(decode)
+        return list(zip(texts, logprobs or [], strict=bool(logprobs)))
+
+    # What is different in a call.
+
+    def _sampling_of(self, agent: Agent) -> dict[str, Any]:
+        asked = _asked(agent)
+        sampling = {**self._sampling, **(asked.sampling if self.settings.sampling == "record" else {})}
+        if asked.seed is not None:
+            sampling["seed"] = asked.seed
+        return {**sampling, "logprobs": True} if asked.logprobs else sampling
+
+    def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
+        plain = PlainText(self.tokenizer)
+        made = [plain.message(tool) for tool in _asked(agent).tools]
+        self._split += plain.split
+        return made
+
+    def _prompt(self, agent: Agent, messages: list[dict[str, Any]]) -> tuple[list[int], int, int]:
+        prompt = _asked(agent).prompt
+        if prompt is None:
+            return super()._prompt(agent, messages)
+        plain = PlainText(self.tokenizer)
+        ids = prompt if isinstance(prompt, list) else list(self.tokenizer.encode(plain.text(prompt)))
+        limit = self.voices[POLICY].prompt_length
+        if len(ids) > limit:
+            raise OrchestraFailure(
+                agents.OVERLONG,
+                f"the prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}",
+            )
+        return ids, 0, plain.split
+
+    # Rows.
+
+    async def _rows(self, team: core.Team, *args: Any) -> list[AgentLoopOutput]:
+        outputs = await super()._rows(team, *args)
+        noted = self.settings.sampling == "record"
+        asked = [_asked(call.agent).sampling if noted else {} for call in team.calls] or [{}]
+        for output, sampling in zip(outputs, asked, strict=True):
+            output.extra_fields["sampling"] = dict(sampling)
+        return outputs
+
+    def _numbers(
+        self,
+        calls: Sequence[core.Call],
+        lineup: Lineup,
+        result: Result,
+        failure: str,
+        events: Mapping[str, int],
+    ) -> dict[str, float]:
+        seen = dict.fromkeys(call.agent.name for call in calls)
+        lineup = dataclasses.replace(lineup, agents=tuple(Caller(name) for name in seen) or lineup.agents)
+        refused = 0 if self._session is None else self._session.refused
+        numbers = {"requests_refused": float(refused), "sampling_changed": float(self._changed)}
+        return {**super()._numbers(calls, lineup, result, failure, events), **numbers}
+
+
+def _first(stops: Sequence[str], text: str) -> int | None:
+    """Where the first stop text begins."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def _asked(agent: Agent) -> Asked:
+    assert isinstance(agent, Caller) and agent.asked is not None
+    return agent.asked
+
+
+_read: dict[int, tuple[Any, settings.GatewaySettings]] = {}
+
+
+def _settings(config: Any) -> settings.GatewaySettings:
+    """Read once a process for each config: a loop object lives for one trajectory."""
+    if id(config) not in _read:
+        _read[id(config)] = config, settings.read(config)  # the config is kept, so its id stays its own
+    return _read[id(config)][1]
+
+
+def _for_parser(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Tools as verl's parsers take them, which need their types only; none where one says more than verl's can hold."""
+    try:
+        return [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
+    except ValueError:
+        return []

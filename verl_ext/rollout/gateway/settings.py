@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl_ext.gateway.*``: the agent that plays, its limits, and what its requests may ask for. Typed and checked."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from verl_ext.integration import options
+from verl_ext.integration.options import OptionError, coerce, select
+from verl_ext.methods.options import AtLeastOne, Positive
+from verl_ext.rollout.orchestra.agents import POLICY
+
+WHERE = "verl_ext.gateway"
+
+NAME = re.compile(r"[\w.:/@+-]{1,64}")
+"""What an agent may be called: as models are."""
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """``verl_ext.gateway``.
+
+    Attributes:
+        agent: the agent, ``pkg.module:function`` or ``path/to/file.py:function``.
+        command: in its place a program and its arguments, which gets the task as JSON on standard input.
+        agent_id: the name that the agent is given as its ``model``; the row field ``agent_id``.
+        agents: agents by name with ``max_tokens`` of each; if any is named, requests of others are refused.
+        host: address that the gateway listens on, at a free port.
+        sampling: sampling parameters of a request that are not the run's are refused (``refuse``), left out
+            (``ignore``), or used and noted in the row field ``sampling`` (``record``).
+        max_calls: requests of one trajectory, refused ones included.
+        max_bytes: bytes of its requests together, or of what a command writes.
+        body_timeout_s: seconds for the body of a request to arrive.
+        call_timeout_s: seconds for one model call.
+        agent_timeout_s: seconds for the agent.
+        time_limit_s: seconds for one trajectory, its judgement included.
+        reward_timeout_s: seconds for one judgement by the reward function.
+        overlong_prompt: a prompt longer than ``rollout.prompt_length`` is refused (``end``) or loses the middle of its
+            longest message (``shorten``).
+        on_failure: rows of a trajectory that failed get outcome 0 (``zero_reward``) or are taken out (``exclude``).
+    """
+
+    agent: str | None = None
+    command: tuple[str, ...] | None = None
+    agent_id: str = "agent"
+    agents: dict[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    sampling: Literal["refuse", "ignore", "record"] = "refuse"
+    max_calls: AtLeastOne = 64
+    max_bytes: AtLeastOne = 1 << 26
+    body_timeout_s: Positive = 30.0
+    call_timeout_s: Positive = 600.0
+    agent_timeout_s: Positive = 1800.0
+    time_limit_s: Positive = 3600.0
+    reward_timeout_s: Positive = 60.0
+    overlong_prompt: Literal["shorten", "end"] = "end"
+    on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
+
+    # What the loop of orchestras asks for and agents of the gateway do for themselves.
+    role_as: ClassVar[str] = "system"
+    max_tool_rounds: ClassVar[int] = 0
+    tool_timeout_s: ClassVar[float] = 60.0
+
+    def __post_init__(self) -> None:
+        if (self.agent is None) == (not self.command):
+            raise ValueError(
+                "agent is the agent's function (pkg.module:function, or file.py:function), command a program in its "
+                f"place; set one of them ({'both are set' if self.agent else 'none is'})."
+            )
+        if self.agent is not None and not all(self.agent.rpartition(":")[::2]):
+            raise ValueError(f"agent is {self.agent!r}; give pkg.module:function or path/to/file.py:function.")
+        for name in (self.agent_id, *self.agents):
+            if not NAME.fullmatch(name):
+                raise ValueError(f"agent_id or a name in agents is {name!r}; give at most 64 of A-Z a-z 0-9 _.:/@+-")
+        for name in self.agents:
+            self.max_tokens(name)
+
+    def max_tokens(self, agent: str) -> int | None:
+        """``agents.<name>.max_tokens``; None: ``rollout.response_length`` alone.
+
+        Raises:
+            OptionError: an agent that is not named, or a key of it that can't be used.
+        """
+        if agent not in self.agents:
+            if self.agents:
+                raise OptionError(f"{WHERE}.agents names {', '.join(self.agents)}; {agent!r} is none of them")
+            return None
+        node, where = self.agents[agent] or {}, f"{WHERE}.agents.{agent}"
+        if not isinstance(node, Mapping) or set(node) - {"max_tokens", "model"}:
+            raise OptionError(f"{where} is {node!r}; give {{max_tokens: N}}, or {{}}.")
+        if node.get("model") not in (None, POLICY):
+            raise OptionError(f"{where}.model is {node['model']!r}; this run has one model, {POLICY}.")
+        return coerce(node.get("max_tokens"), AtLeastOne | None, f"{where}.max_tokens")
+
+    @property
+    def played(self) -> str:
+        """What plays, in a word."""
+        return self.agent or " ".join(self.command or ())
+
+
+def read(config: Any) -> GatewaySettings:
+    """The settings of a run.
+
+    Raises:
+        OptionError: unknown key, wrong type or value out of range; the message names it.
+    """
+    return options.read(select(config, "verl_ext"), "gateway", GatewaySettings, where=WHERE)
+
+
+def complete(config: Any) -> None:
+    """An agent's file is named as it is from where the run starts; its workers may live elsewhere."""
+    node = select(select(config, "verl_ext"), "gateway")
+    agent = select(node, "agent")
+    if isinstance(agent, str) and agent.rpartition(":")[0].endswith(".py"):
+        node["agent"] = str(Path(agent).expanduser().absolute())
+
+
+@functools.cache
+def load(agent: str) -> Callable[..., Any]:
+    """The function of ``verl_ext.gateway.agent``.
+
+    Raises:
+        OptionError: it can't be loaded in this process, or is no function.
+    """
+    from verl.utils.import_utils import load_extern_object
+
+    path, _, name = agent.rpartition(":")
+    try:
+        function = load_extern_object(path if path.endswith(".py") else f"pkg://{path}", name)
+    except Exception as error:
+        raise OptionError(
+            f"{WHERE}.agent={agent} can't be loaded ({type(error).__name__}: {error}). It must be importable in every "
+            "process of the run: install it, put its folder on PYTHONPATH, or name its file."
+        ) from error
+    if not callable(function):
+        raise OptionError(f"{WHERE}.agent={agent} is no function.")
+    return function
+
+
+def check(config: Any) -> None:
+    """Check the settings before a run, the agent's function included.
+
+    Raises:
+        OptionError: see `read`; or the function can't be imported here.
+    """
+    settings = read(config)
+    if settings.agent is not None:
+        load(settings.agent)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several models in one run of verl's real trainer, against the same team on one model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Lab, Run, make_model
+from test_main_job import finite
+
+pytestmark = pytest.mark.e2e
+
+HERE = Path(__file__).parent
+MACHINE = ("timing", "perf/", "actor/perf", "actor/policy/perf", "throughput")
+
+
+def overrides(lab: Lab) -> list[str]:
+    """The team `four`, in an order and with seeds that do not depend on which rollout ends first."""
+    loops = lab.root / "seeded_team.yaml"
+    loops.write_text("- {name: seeded_team, _target_: seeded_team.SeededTeam}\n")
+    return [
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded_team",
+        "+verl_ext.orchestra.name=four",
+        "+verl_ext.orchestra.modules=[seeded_team]",
+        "++actor_rollout_ref.rollout.engine_kwargs.embedded.max_batch_size=1",
+        f"trainer.v1.sampler.custom_sampler.path={HERE / 'sorted_buffer.py'}",
+        "trainer.v1.sampler.custom_sampler.name=SortedReplayBuffer",
+        "data.train_batch_size=1",
+        "data.max_prompt_length=128",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        "verl_ext.updates_per_batch=1",
+        "verl_ext.agent_gradients=true",
+        "trainer.save_freq=1",
+        "trainer.length_lr.warmup_steps=2",
+    ]
+
+
+def train(lab: Lab, name: str, *more: str) -> Run:
+    environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    return lab.run(
+        name, recipe="[dr_mas,length_lr,cpu]", overrides=[*overrides(lab), *more], environment=environment
+    ).check()
+
+
+def weights(run: Run, model: str = "") -> dict[str, torch.Tensor]:
+    path = run.folder / "checkpoints/global_step_2/actor" / model / "model_world_size_1_rank_0.pt"
+    state = torch.load(path, weights_only=False)
+    return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+
+
+def other_tokenizer(folder: Path) -> Path:
+    """The harness's model with another vocabulary: pairs of digits and letters are tokens too, and ids are others."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(make_model(folder, seed=1))
+    pairs = [f"{a}{b}" for a in "0123456789" for b in "0123456789"]
+    assert tokenizer.add_tokens(pairs) == 100
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig.from_pretrained(folder, vocab_size=len(tokenizer))
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
+    lab = standing_lab
+    other = other_tokenizer(lab.root / "other")
+    shared = train(lab, "models_shared")
+    idle = [f"+verl_ext.models.other.model.path={other}", "+verl_ext.orchestra.agents.spare.model=other"]
+    # Two commands: the second one goes on from the checkpoint of all models.
+    train(lab, "models_idle", "trainer.total_training_steps=1", *idle)
+    waiting = train(lab, "models_idle", *idle)
+    apart = train(
+        lab,
+        "models_apart",
+        *(f"+verl_ext.models.{name}.model.path={path}" for name, path in (("twin", lab.model), ("other", other))),
+        *(
+            f"+verl_ext.orchestra.agents.{agent}.model={name}"
+            for agent, name in (("critic", "twin"), ("judge", "other"))
+        ),
+        "verl_ext.rollouts_dir=" + str(lab.root / "models_apart" / "rollouts"),
+        "verl_ext.agent_gradients=false",  # a model's gradient is its agent's
+        "trainer.val_before_train=true",
+        "data.val_max_samples=2",
+    )
+
+    # A model that nobody asks changes nothing, bit for bit, and a resume neither.
+    for step in (1, 2):
+        one = {k: v for k, v in shared.metrics[step].items() if not k.startswith(MACHINE)}
+        two = waiting.metrics[step]
+        assert two["model/other/rows"] == 0 and not any(k.startswith("actor/other/") for k in two)
+        for key, value in one.items():
+            group, _, rest = key.partition("/")
+            assert two.get(key, two.get(f"{group}/policy/{rest}")) == value, key
+        assert len(one) > 60
+    alone, beside = weights(shared), weights(waiting, "policy")
+    assert [shared.metrics[step]["length_lr/factor"] for step in (1, 2)] == [0.5, 1.0]
+    one, two = (torch.load(run.folder / "checkpoints/global_step_2/verl_ext.pt") for run in (shared, waiting))
+    assert one == two and one["LengthLearningRate"]["length_count"] == 2  # the resumed one has the first step's too
+    assert alone.keys() == beside.keys() and all(torch.equal(alone[name], beside[name]) for name in alone)
+
+    # One model an agent: rows of the first step and each agent's part of the gradient are those of the shared model.
+    rows = [
+        [
+            (r["agent_id"], r["score"], r["advantage"], r["response_tokens"])
+            for r in run.rows(1)
+            if r["agent_id"] != "judge"
+        ]
+        for run in (shared, apart)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 8 and any(row[2] for row in rows[0])
+    assert {(r["agent_id"], r["model"]) for r in apart.rows(1)} == {
+        ("writer", "policy"),
+        ("critic", "twin"),
+        ("judge", "other"),
+    }
+    for agent, model in (("writer", "policy"), ("critic", "twin")):
+        part = shared.metrics[1][f"agent/{agent}/grad_norm/mean"]
+        assert part > 0 and apart.metrics[1][f"actor/{model}/grad_norm"] == pytest.approx(part, rel=1e-5)
+    states = {name: weights(apart, name) for name in ("policy", "twin", "other")}
+    assert any(not torch.equal(states["policy"][name], states["twin"][name]) for name in states["policy"])
+
+    # Each engine has the weights of its own model, and each row is in the words of its own tokenizer.
+    for step in (1, 2):
+        assert finite(apart.metrics[step])
+        for name in states:
+            assert apart.metrics[step][f"model/{name}/rows"] == 4
+            assert apart.metrics[step][f"training/{name}/rollout_probs_diff_max"] < 1e-4
+            assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
+            assert apart.metrics[step][f"actor/{name}/lr"] == pytest.approx(1e-4 * step / 2)
+    assert any(key.startswith("val-") for key in apart.metrics[0])
+    for line in (apart.folder / "rollouts" / "1.jsonl").read_text().splitlines():
+        for turn in json.loads(line)["turns"]:
+            assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs
+            assert turn["more"]["model"] == {"writer": "policy", "critic": "twin", "judge": "other"}[turn["agent"]]

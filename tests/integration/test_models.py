@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl_ext.models`: each model's whole config, what is refused before Ray starts, and whose rows go where."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verl  # noqa: F401  (loads the plugin)
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+
+from verl_ext import cli
+from verl_ext.integration import checks, model_options
+from verl_ext.integration.columns import BatchError
+from verl_ext.integration.models import command, lead, members
+from verl_ext.integration.models.side import ModelSide
+from verl_ext.integration.options import OptionError
+from verl_ext.platform import settings
+
+RUN = (
+    "+recipe=[dr_mas,cpu]",
+    "actor_rollout_ref.rollout.n=4",
+    "verl_ext.updates_per_batch=2",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+    "+verl_ext.orchestra.name=solver_verifier",
+)
+TWO = ("+verl_ext.models.small.trained=true", "+verl_ext.orchestra.agents.verifier.model=small")
+
+
+def config(*overrides: str) -> Any:
+    made = compose("ppo_trainer", overrides=[*RUN, *overrides])
+    checks.complete(made)
+    return made
+
+
+@pytest.mark.usefixtures("verl_configuration")
+class TestConfiguration:
+    def test_a_model_differs_in_what_it_names_and_in_what_follows_from_it(self) -> None:
+        made = config(
+            *TWO,
+            "+verl_ext.models.small.model.path=/models/small",
+            "+verl_ext.models.small.actor.ppo_max_token_len_per_gpu=77",
+            "+verl_ext.models.small.updates_per_batch=3",
+            "+verl_ext.models.small.pool.n_gpus_per_node=2",
+        )
+        assert checks.check(made) == []
+        (small,) = model_options.of(made)
+        assert small.changes == {
+            "actor_rollout_ref.model.path": "/models/small",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 77,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 77,
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 77,
+            "actor_rollout_ref.rollout.prometheus.served_model_name": "/models/small",
+        }
+        checks.complete(made)
+        assert model_options.of(made) == [small], "completing twice changes nothing"
+        own = small.config(made)
+        assert (own.trainer.n_gpus_per_node, own.trainer.nnodes) == (2, 1)
+        assert own.verl_ext.updates_per_batch == 3 and made.verl_ext.updates_per_batch == 2
+        assert own.actor_rollout_ref.model.path == "/models/small" != made.actor_rollout_ref.model.path
+        assert "models" not in own.verl_ext and "orchestra" not in own.verl_ext
+        settings.complete(made)
+        assert made.ray_kwargs.ray_init.num_gpus == 3, "one of the run's and two of the model's own"
+
+    def test_without_models_nothing_is_there(self) -> None:
+        made = config()
+        assert model_options.of(made) == [] and model_options.names(made) == ("policy",)
+        assert checks.check(made) == []
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["+verl_ext.models.policy.trained=true"], r"models\.policy: a model's name is an identifier other than"),
+            (["+verl_ext.models.small=3"], r"models\.small is 3; give what differs"),
+            (["+verl_ext.models.small.modl.path=x"], r"small\.modl is not a key of a model\. Did you mean 'model'"),
+            (["+verl_ext.models.small.model.pth=x"], r"small\.model\.pth: verl's config has no such key\..*'path'"),
+            (["+verl_ext.models.small.actor.optim.rl=1"], r"small\.actor\.optim\.rl: verl's config has no such key"),
+            (["+verl_ext.models.small.rollout.temperature=0.5"], r"rollout\.temperature cannot differ between models"),
+            (["+verl_ext.models.small.trained=1"], r"small\.trained is 1; give true or false"),
+            (["+verl_ext.models.small.updates_per_batch=0"], r"updates_per_batch is 0; give a whole number"),
+            (["+verl_ext.models.small.pool.nnodes=1"], r"small\.pool is .*give \{n_gpus_per_node"),
+            (
+                ["+verl_ext.models.small.adapter_of=policy"],
+                r"adapter_of is not supported: verl 0\.9\.1 has one adapter",
+            ),
+            (["+verl_ext.models.small.endpoint.url=x"], r"endpoint is not supported"),
+            (["+verl_ext.models.small.rollout.name=vllm"], r"rollout\.name=vllm: several models need the embedded"),
+            (["actor_rollout_ref.rollout.name=vllm"], r"several models are served by the embedded engine only"),
+            (["trainer.v1.trainer_mode=separate_async"], r"separate_async.* Use sync or colocate_async"),
+            (["+recipe=[dr_mas,mrs,cpu]"], r"algorithm\.rejection.*Leave out the rejection rules"),
+            (["verl_ext.loss_scale=each"], r"loss_scale is 'each'; choose own or joint"),
+            (["verl_ext.loss_scale=joint"], r"loss_agg_mode=token-mean.*loss_agg_mode=token-sum"),
+            (["+verl_ext.models.other.trained=true"], r"models\.other: no agent of the orchestra solver_verifier asks"),
+            (["+verl_ext.orchestra.agents.solver.model=big"], r"asks for the model 'big'; this run has policy, small"),
+            (
+                ["+verl_ext.models.small.model.path=x", "trainer.rollout_data_dir=y"],
+                r"small\.model\.path with trainer\.rollout_data_dir.*verl_ext\.rollouts_dir",
+            ),
+            (
+                ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+                r"kl_ctrl\.type=adaptive.*Set it to fixed",
+            ),
+            (["critic.enable=true"], r"a critic .*Choose an estimator without a critic"),
+            (["+verl_ext.models.small.critic.model.path=x"], r"small\.critic is not a key of a model"),
+            (
+                ["+verl_ext.models.small.updates_per_batch=1000000"],
+                r"models\.small: verl_ext\.updates_per_batch is 1000000",
+            ),
+        ],
+    )
+    def test_what_cannot_be_is_named_before_ray_starts(self, overrides: list[str], message: str) -> None:
+        run = [one for one in RUN if not (one.startswith("+recipe") and overrides[0].startswith("+recipe"))]
+        given = {one.split("=")[0] for one in overrides}
+        kept = [one for one in (*run, *TWO) if one.split("=")[0] not in given and one.split("=")[0] + ".x" not in given]
+        kept = [one for one in kept if overrides != ["+verl_ext.models.small=3"] or ".small." not in one]
+        composed = compose(
+            "ppo_trainer", overrides=[*kept, *(one.replace("verl_ext.loss", "+verl_ext.loss") for one in overrides)]
+        )
+        with pytest.raises(OptionError, match=message):
+            checks.complete(composed)
+            checks.check(composed)
+
+    def test_updates_by_rows_are_warned_about(self) -> None:
+        made = config(*TWO, "verl_ext.updates_per_batch=null")
+        assert any("verl_ext.updates_per_batch=null a model with few rows" in one for one in checks.check(made))
+
+    def test_a_resume_with_other_models_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+        place = f"trainer.default_local_dir={tmp_path}"
+        actor = tmp_path / "global_step_4" / "actor"
+        actor.mkdir(parents=True)
+        checks.check(config(place))
+        with pytest.raises(OptionError, match="holds one model, but this run trains policy, small"):
+            checks.check(config(place, *TWO))
+        for name in ("policy", "small"):
+            (actor / name).mkdir()
+        checks.check(config(place, *TWO))
+        frozen = ["+verl_ext.models.small.trained=false", TWO[1]]
+        for given, trains in (((), "policy"), (frozen, "policy")):
+            with pytest.raises(OptionError, match=f"holds the models policy, small, but this run trains {trains}"):
+                checks.check(config(place, *given))
+        checks.check(config(place, "trainer.resume_mode=disable"))
+
+    def test_the_plan_is_made_of_the_configs_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = LlamaConfig(
+            vocab_size=97,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        shape.save_pretrained(tmp_path)
+        count = sum(one.numel() for one in LlamaForCausalLM(shape).parameters())
+        given = [
+            *RUN,
+            f"actor_rollout_ref.model.path={tmp_path}",
+            "+verl_ext.models.small.model.lora_rank=2",
+            "+verl_ext.models.judge.trained=false",
+            "+verl_ext.models.judge.pool.n_gpus_per_node=2",
+            "+verl_ext.models.judge.actor.use_kl_loss=true",
+        ]
+        policy, small, judge = command.plan(compose("ppo_trainer", overrides=given))
+        assert [one.name for one in (policy, small, judge)] == ["policy", "small", "judge"]
+        assert [one.gpus for one in (policy, small, judge)] == [1, 1, 2] and judge.pool == "pool_judge"
+        assert (policy.weights, policy.gradients, policy.optimiser) == (4 * count, 4 * count, 8 * count)
+        assert 0 < small.trainable < count // 2 and small.optimiser == 8 * small.trainable
+        assert (judge.trainable, judge.optimiser, judge.weights) == (0, 0, 4 * 2 * count / 2), "two copies on two GPUs"
+        assert policy.engine == 4 * count and policy.kv_per_1000 == 1000 * 2 * 3 * 2 * 4 * 4
+        shown = command.text([policy, small, judge])
+        assert "pool run: 1 GPU(s), 2 training process(es) a GPU and 2 engine(s)" in shown
+        GlobalHydra.instance().clear()  # the command composes by itself
+        assert cli.main(["plan-models", "+verl_ext.models.small.modl=1"]) == 1
+        assert "small.modl is not a key of a model" in capsys.readouterr().err
+
+
+# ---- whose rows they are --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """verl's store of rollouts in a Ray of its own."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
+    tq.init()
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+def put(store: Any, models: list[str | None], masks: list[list[int]]) -> KVBatchMeta:
+    from verl.utils.tensordict_utils import get_tensordict
+
+    keys = [f"u{row}_0_0" for row in range(len(models))]
+    fields = get_tensordict(
+        {
+            "extra_fields": [{} if model is None else {"model": model} for model in models],
+            "loss_mask": torch.nested.as_nested_tensor([torch.tensor(mask) for mask in masks], layout=torch.jagged),
+        }
+    )
+    tags = [{"seq_len": 3 + len(mask)} for mask in masks]
+    return store.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=tags) and KVBatchMeta(
+        keys=keys, tags=tags, partition_id="train", extra_info={"temperature": 1.0}
+    )
+
+
+class Plain:
+    """What stands in verl's place: says what it was asked to do with which rows."""
+
+    use_reference_policy = False
+
+    def __init__(self, name: str, pool: Any = None, trained: bool = True) -> None:
+        self.name, self.done = name, []
+        self.model = model_options.Model(name, 1, pool=pool, trained=trained)
+        self._updates_metrics: list[Any] = []
+        self.meet: threading.Barrier | None = None
+
+    def _do(self, what: str, batch: Any, metrics: dict[str, Any]) -> Any:
+        self.done.append((what, list(batch.keys), dict(batch.extra_info)))
+        if self.meet is not None:
+            self.meet.wait(timeout=300)
+        metrics["actor/grad_norm"] = float(len(batch))
+        metrics["actor/agent_gradient/0/mean"] = 5.0
+        return batch
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self._do("balance", batch, metrics)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return self._do("old", batch, metrics)
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return self._do("ref", batch, metrics)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return self._do("update", batch, metrics)
+
+
+class Member(ModelSide, Plain):
+    """A further model."""
+
+
+class Lead(lead.LeadMixin, Plain):
+    """The run."""
+
+
+def team(**further: Member) -> Lead:
+    made = Lead("policy")
+    made._members = further
+    return made
+
+
+def test_each_model_gets_its_own_rows_and_names_its_own_metrics(store: Any) -> None:
+    small, idle, frozen = Member("small"), Member("idle"), Member("frozen", trained=False)
+    run = team(small=small, idle=idle, frozen=frozen)
+    batch = put(store, [None, "small", "policy", "frozen", "small"], [[1], [1, 1], [1], [1], [1]])
+    batch = run._balance_batch(batch, {})
+    assert batch.keys == ["u0_0_0", "u2_0_0", "u1_0_0", "u4_0_0", "u3_0_0"], "the rows of a model stay together"
+    assert batch.extra_info == {"temperature": 1.0}
+    reported = {name: value for _, metrics in run._updates_metrics for name, value in metrics.items()}
+    assert [reported[f"model/{name}/rows"] for name in ("policy", "small", "idle", "frozen")] == [2, 2, 0, 1]
+    assert reported["model/small/tokens"] == 9
+    run._updates_metrics.clear()
+
+    batch.extra_info["told"] = True
+    scored = run._compute_old_log_prob(batch, {})
+    assert scored.keys == batch.keys and scored.extra_info == {}, "as verl: later passes are told nothing of this one"
+    metrics: dict[str, Any] = {}
+    run._update_actor(scored, metrics)
+    reported = {name: value for _, own in run._updates_metrics for name, value in own.items()}
+    assert {name for name in reported if name.endswith("grad_norm")} == {
+        "actor/policy/grad_norm",
+        "actor/small/grad_norm",
+        "actor/frozen/grad_norm",
+    }
+    assert metrics == {"actor/agent_gradient/0/mean": 5.0}, "what a part of the run looks for keeps its name"
+    assert idle.done == []
+    assert [what for what, _, _ in frozen.done] == ["balance", "old"], "a frozen model is scored and not updated"
+    assert [(what, keys) for what, keys, _ in small.done] == [
+        (what, ["u1_0_0", "u4_0_0"]) for what in ("balance", "old", "update")
+    ]
+    assert small.done[1][2] == {"temperature": 1.0, "told": True}
+
+
+def test_a_model_without_a_token_to_train_on_is_scored_and_not_updated(store: Any) -> None:
+    small = Member("small")
+    run = team(small=small)
+    batch = run._balance_batch(put(store, ["policy", "small"], [[1], [0, 0]]), {})
+    run._update_actor(run._compute_old_log_prob(batch, {}), {})
+    assert [what for what, _, _ in small.done] == ["balance", "old"]
+    assert [what for what, _, _ in run.done] == ["balance", "old", "update"]
+    with pytest.raises(BatchError, match="of the model 'other'; this run has policy, small"):
+        run._balance_batch(put(store, ["other"], [[1]]), {})
+
+
+def test_a_reference_is_asked_where_there_is_one(store: Any) -> None:
+    small = Member("small")
+    small.use_reference_policy = True
+    run = team(small=small)
+    batch = run._balance_batch(put(store, ["policy", "small"], [[1], [1]]), {})
+    run._compute_ref_log_prob(batch, {})
+    assert [what for what, _, _ in small.done] == ["balance", "ref"] and [d[0] for d in run.done] == ["balance"]
+
+
+def test_pools_work_at_the_same_time_and_models_of_one_pool_in_turn(store: Any) -> None:
+    apart, beside = Member("apart", pool={"n_gpus_per_node": 1, "nnodes": 1}), Member("beside")
+    run = team(apart=apart, beside=beside)
+    batch = run._balance_batch(put(store, ["policy", "apart", "beside"], [[1], [1], [1]]), {})
+    run.meet = apart.meet = threading.Barrier(2)  # neither goes on before the other has begun
+    run._update_actor(batch, {})
+    assert [[d[0] for d in one.done] for one in (run, apart, beside)] == [["balance", "update"]] * 3
+
+
+# ---- names and numbers ----------------------------------------------------------------------------------------------
+
+
+def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own manager and replica, and our end of the weight sync: the number decides the server's name."""
+    from verl.workers.rollout.base import get_rollout_class
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+    from verl_ext.rollout.embedded.replica import EmbeddedReplica, server_name
+
+    launched = []
+
+    async def launch(self: Any) -> None:
+        launched.append(self.replica_rank)
+
+    monkeypatch.setattr(EmbeddedReplica, "launch_servers", launch)
+    rollout = {"name": "embedded", "nnodes": 0, "disaggregation": {"enabled": False}}
+    made = members.numbered_servers(LLMServerManager, 2000)(
+        OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}}), worker_group=object()
+    )
+    replica = made.rollout_replica_class.__new__(made.rollout_replica_class)
+    replica.replica_rank, replica.world_size = 1, 2
+
+    class Group:
+        workers = ["a", "b", "c", "d"]
+
+    import asyncio
+
+    asyncio.run(RolloutReplica.init_hybrid(replica, Group()))
+    assert replica.workers == ["c", "d"] and launched == [2001]
+
+    class Config:
+        tensor_model_parallel_size, data_parallel_size, pipeline_model_parallel_size = 2, 1, 1
+
+    monkeypatch.setenv("RANK", "3")
+    seen: dict[str, Any] = {}
+
+    def original(rollout_name: str, mode: str) -> Any:
+        assert issubclass(get_rollout_class(rollout_name, mode), object)
+        return lambda config, **kwargs: seen.update(kwargs)
+
+    members.numbered_rollout(original, 2000)("embedded", "async")(config=Config())
+    assert seen["replica_rank"] == 2001 and server_name(2001) == "embedded_server_2001_0"
+
+
+def test_all_models_are_saved_and_synchronised_together(tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            calls.append((self.name, args, kwargs))
+
+        load_checkpoint = save_checkpoint
+
+        def update_weights(self, step: int) -> dict[str, int]:
+            calls.append((self.name, step))
+            return {self.name: step}
+
+    groups = lead.Groups({name: Group(name) for name in ("policy", "small")})
+    groups.save_checkpoint("here/actor", "there/actor", 3, max_ckpt_to_keep=2)
+    groups.load_checkpoint(local_path="here/actor", del_local_after_load=False)
+    together = lead.Together([Group("policy"), Group("small")])
+    assert together.update_weights(7) == {"policy": 7, "small": 7}
+    assert calls == [
+        *(
+            (name, (f"here/actor/{name}", f"there/actor/{name}", 3), {"max_ckpt_to_keep": 2})
+            for name in ("policy", "small")
+        ),
+        *((name, (f"here/actor/{name}",), {"del_local_after_load": False}) for name in ("policy", "small")),
+        ("policy", 7),
+        ("small", 7),
+    ]

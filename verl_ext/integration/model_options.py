@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl_ext.models``: further models that one run trains beside that of ``actor_rollout_ref``, which is ``policy``.
+
+A model's node holds what differs from ``actor_rollout_ref``; the rest is inherited. The launcher turns
+it into the list of keys that change, interpolations followed, so that every process can make the model's whole config
+from the resolved one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_ext.integration import verl_api
+from verl_ext.integration.options import OptionError, coerce, has_critic, near, option, select
+from verl_ext.methods.options import AtLeastOne
+from verl_ext.recipes import leaves_of
+
+KEY = "verl_ext.models"
+SCALE = "verl_ext.loss_scale"
+POLICY = "policy"
+"""Name of the model of ``actor_rollout_ref``, the default of every agent."""
+
+SECTIONS = ("model", "actor", "ref", "rollout")
+OWN = ("pool", "trained", "updates_per_batch")
+CHANGES = "changes"
+"""Key of a model's node that `complete` writes: the keys of the whole config that differ, with their values."""
+
+SHARED = ("n", "temperature", "top_p", "top_k", "val_kwargs", "agent", "multi_turn", "calculate_log_probs", "mode")
+"""Keys of ``rollout`` that belong to the run: agent loops are told one value for all."""
+
+FREE = ("override", "kwargs", "custom", "lora")
+"""Parts of names of verl's nodes that take any key."""
+
+REFUSED = {
+    "adapter_of": "verl 0.9.1 has one adapter slot in its engines, optimiser, weight sync and checkpoints. Give the "
+    "model a base of its own and model.lora_rank.",
+    "endpoint": "an agent's model is one that this run serves. Call an endpoint in the orchestration or a tool.",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A further model of the run.
+
+    Attributes:
+        name: an identifier other than ``policy``.
+        number: 1, 2, ... in the order of the config; the numbers of its servers follow from it.
+        changes: keys of the whole config that differ, with their values.
+        pool: ``{n_gpus_per_node, nnodes}`` of its own, or None for the run's.
+        trained: whether it is updated.
+        updates_per_batch: of its rows; None: the run's.
+    """
+
+    name: str
+    number: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    pool: Mapping[str, int] | None = None
+    trained: bool = True
+    updates_per_batch: int | None = None
+
+    def config(self, base: Any) -> DictConfig:
+        """The run's config as a run of this model alone would have it, resolved; `base` is left as it is."""
+        own = copy.deepcopy(base)
+        with open_dict(own):
+            own.pop("hydra", None)  # has values that only a started job has
+            for key in ("models", "orchestra", "environment", "rows_dir", "rollouts_dir"):
+                own.get("verl_ext", {}).pop(key, None)
+            OmegaConf.resolve(own)
+            own.trainer.resume_mode = "disable"  # the run loads all models together
+            for key, value in self.changes.items():
+                OmegaConf.update(own, key, value, merge=False, force_add=True)
+            if self.updates_per_batch is not None:
+                own.verl_ext.updates_per_batch = self.updates_per_batch
+            if self.pool is not None:
+                own.trainer.n_gpus_per_node, own.trainer.nnodes = self.pool["n_gpus_per_node"], self.pool["nnodes"]
+        return own
+
+
+def of(config: Any) -> list[Model]:
+    """The further models of a run, in order; none without ``verl_ext.models``. Raises OptionError: a name, key or value
+    that a model does not take."""
+    nodes = select(select(config, "verl_ext"), "models") or {}
+    nodes = OmegaConf.to_container(nodes, resolve=False) if isinstance(nodes, DictConfig) else nodes
+    if not isinstance(nodes, Mapping):
+        raise OptionError(f"{KEY} is {nodes!r}; give a node for each model by its name, such as {{checker: {{...}}}}.")
+    return [_model(str(name), number, node) for number, (name, node) in enumerate(nodes.items(), start=1)]
+
+
+def names(config: Any) -> tuple[str, ...]:
+    """All models of a run, ``policy`` first."""
+    return POLICY, *(model.name for model in of(config))
+
+
+def _model(name: str, number: int, node: Any) -> Model:
+    where = f"{KEY}.{name}"
+    if not name.isidentifier() or name == POLICY:
+        raise OptionError(
+            f"{where}: a model's name is an identifier other than {POLICY!r}, which is the model of actor_rollout_ref "
+            "(set its keys there)."
+        )
+    if not isinstance(node, Mapping):
+        raise OptionError(f"{where} is {node!r}; give what differs from actor_rollout_ref, such as model.path.")
+    known = (*SECTIONS, *OWN)
+    for key in node:
+        if key in REFUSED:
+            raise OptionError(f"{where}.{key} is not supported: {REFUSED[key]}")
+        if key not in (*known, CHANGES):
+            raise OptionError(f"{where}.{key} is not a key of a model.{near(key, known)} Known: {', '.join(known)}.")
+    for key in SECTIONS:
+        coerce(node.get(key, {}), dict[str, Any], f"{where}.{key}")
+    for key in node.get("rollout", {}):
+        if key in SHARED:
+            raise OptionError(
+                f"{where}.rollout.{key} cannot differ between models: agent loops are told one value for all. Set "
+                f"actor_rollout_ref.rollout.{key}."
+            )
+    trained = coerce(node.get("trained", True), bool, f"{where}.trained")
+    remedy = "give a whole number of at least 1, or null"
+    updates = coerce(node.get("updates_per_batch"), AtLeastOne | None, f"{where}.updates_per_batch", remedy)
+    return Model(name, number, dict(node.get(CHANGES) or {}), _pool(node.get("pool"), where), trained, updates)
+
+
+def _pool(node: Any, where: str) -> dict[str, int] | None:
+    if node is None:
+        return None
+    if not isinstance(node, Mapping) or "n_gpus_per_node" not in node or set(node) - {"n_gpus_per_node", "nnodes"}:
+        raise OptionError(f"{where}.pool is {node!r}; give {{n_gpus_per_node: ..., nnodes: ...}}, or leave it out.")
+    remedy = "give a whole number of at least 1"
+    return {key: coerce(one, AtLeastOne, f"{where}.pool.{key}", remedy) for key, one in {"nnodes": 1, **node}.items()}
+
+
+def complete(config: Any) -> None:
+    """Write into each model's node the keys that change, by their names in the whole config. In place; idempotent.
+    Raises OptionError: see `of`; or a key that verl's config lacks."""
+    for model in of(config):
+        node = config.verl_ext.models[model.name]
+        if CHANGES in node:
+            continue
+        given = {key: node[key] for key in SECTIONS if key in node}
+        overlay: dict[str, Any] = {"actor_rollout_ref": given} if given else {}
+        for key, keys in given.items():
+            _require_known(config.actor_rollout_ref[key], keys, f"{KEY}.{model.name}.{key}")
+        before, after = dict(_leaves_of(config, {})), dict(_leaves_of(config, overlay))
+        changes = {key: value for key, value in after.items() if key not in before or before[key] != value}
+        with open_dict(config):
+            node[CHANGES] = changes
+
+
+def _require_known(base: Any, keys: Any, where: str) -> None:
+    """Refuse a key that verl's node `base` lacks, as Hydra does."""
+    if not isinstance(base, DictConfig) or not base or any(part in where.rsplit(".", 1)[-1] for part in FREE):
+        return
+    for key in keys:
+        if key not in base:
+            raise OptionError(f"{where}.{key}: verl's config has no such key.{near(key, list(base))}")
+        if isinstance(keys, DictConfig) and isinstance(keys._get_node(key), DictConfig) and keys[key] is not None:
+            _require_known(base._get_node(key), keys[key], f"{where}.{key}")
+
+
+def _leaves_of(config: Any, overlay: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The resolved leaves of the section that a model may change."""
+    whole = copy.deepcopy(config)
+    with open_dict(whole):
+        whole.merge_with(OmegaConf.create(dict(overlay)))
+    yield from leaves_of(OmegaConf.to_container(whole.actor_rollout_ref, resolve=True), "actor_rollout_ref")
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def check(config: Any) -> list[str]:
+    """Refuse what several models do not go together with; each model's whole config is checked by `checks.check`.
+    Returns warnings. Raises OptionError: names the key and what to do."""
+    further = of(config)
+    loss_scale(config)
+    require_same_models(config)
+    if not further:
+        return []
+    _check_run(config)
+    base = config.actor_rollout_ref
+    if base.rollout.name != "embedded":
+        raise OptionError(
+            f"{KEY} with actor_rollout_ref.rollout.name={base.rollout.name}: several models are served by the embedded "
+            "engine only; the numbering of other engines' servers and weight channels is not tested. Set "
+            f"actor_rollout_ref.rollout.name=embedded (+recipe=[...,cpu]), or leave out {KEY}."
+        )
+    for model in further:
+        engine = model.changes.get("actor_rollout_ref.rollout.name", "embedded")
+        if engine != "embedded":
+            raise OptionError(f"{KEY}.{model.name}.rollout.name={engine}: several models need the embedded engine.")
+    return _check_models(config, further)
+
+
+def loss_scale(config: Any) -> str:
+    """``verl_ext.loss_scale``: whether a model's loss is divided by its own rows, or by nothing."""
+    return option(config, "loss_scale", Literal["own", "joint"], "own", "choose own or joint")
+
+
+def _check_run(config: Any) -> None:
+    """What of the run itself cannot be with several models."""
+    get = lambda key: OmegaConf.select(config, key)  # noqa: E731
+    loop = get("actor_rollout_ref.rollout.agent.default_agent_loop")
+    refused = {
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}: only agents of an orchestra have models. Set "
+        "it to verl_ext_orchestra": "verl_ext_orchestra" not in verl_api.agent_loops(config),
+        "trainer.v1.trainer_mode=separate_async: its standalone servers are the policy's alone. Use sync or "
+        "colocate_async": get("trainer.v1.trainer_mode") == "separate_async",
+        "distillation.enabled=true: verl's teachers know one student": bool(get("distillation.enabled")),
+        "reward.reward_model.enable=true without enable_resource_pool: it reads all rows with one tokenizer": bool(
+            get("reward.reward_model.enable")
+        )
+        and not get("reward.reward_model.enable_resource_pool"),
+        "actor_rollout_ref.rollout.disaggregation.enabled=true": bool(
+            get("actor_rollout_ref.rollout.disaggregation.enabled")
+        ),
+        "a critic (algorithm.adv_estimator=gae or critic.enable=true): one for each model has not been run. Choose an "
+        "estimator without a critic": has_critic(config),
+        "algorithm.kl_ctrl.type=adaptive: it follows the divergence of one model. Set it to fixed": bool(
+            get("algorithm.use_kl_in_reward")
+        )
+        and get("algorithm.kl_ctrl.type") == "adaptive",
+        "dvp: pruning keeps the state of one model. Leave out the recipe dvp": get("dvp") is not None,
+        "algorithm.rejection: rejected tokens are told to one engine. Leave out the rejection rules": bool(
+            get("algorithm.rejection")
+        ),
+    }
+    for what, holds in refused.items():
+        if holds:
+            raise OptionError(f"{KEY} does not go with {what}; or leave out {KEY}.")
+    mode = str(get("actor_rollout_ref.actor.loss_agg_mode"))
+    if loss_scale(config) == "joint" and mode != "token-sum":
+        raise OptionError(
+            f"{SCALE}=joint with actor_rollout_ref.actor.loss_agg_mode={mode}: what a loss is divided by is counted by "
+            "each model's engine, which has its own rows only. Set actor_rollout_ref.actor.loss_agg_mode=token-sum, "
+            f"which divides by nothing, or {SCALE}=own."
+        )
+
+
+def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
+    decoded = [
+        key for key in ("validation_data_dir", "rollout_data_dir", "log_val_generations") if select(config.trainer, key)
+    ]
+    warnings = []
+    for model in further:
+        where = f"{KEY}.{model.name}"
+        paths = [key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes]
+        if paths and decoded:
+            raise OptionError(
+                f"{where}.model.{paths[0]} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
+                f"tokenizer there. Use verl_ext.rollouts_dir, which has each row's own, and leave out "
+                f"trainer.{decoded[0]}."
+            )
+        mode = str(model.changes.get("actor_rollout_ref.actor.loss_agg_mode", "token-sum"))
+        if loss_scale(config) == "joint" and mode != "token-sum":
+            raise OptionError(f"{SCALE}=joint: {where}.actor.loss_agg_mode is {mode}; leave it out.")
+    if select(config.get("verl_ext"), "updates_per_batch") is None:
+        warnings.append(
+            f"{KEY}: with verl_ext.updates_per_batch=null a model with few rows gets a mini-batch that is mostly "
+            "padding, and its number of updates follows its rows. Set verl_ext.updates_per_batch."
+        )
+    return warnings
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def trained(config: Any) -> list[str]:
+    """Names of the models that are updated, and so have checkpoints."""
+    return [POLICY, *(model.name for model in of(config) if model.trained)]
+
+
+def require_same_models(config: Any) -> None:
+    """Refuse to resume from the checkpoint of a run with other models. Raises OptionError: names the models that are
+    missing or left over in it."""
+    folder = _resumed(config)
+    actor = folder / "actor" if folder is not None else None
+    if actor is None or not actor.is_dir():
+        return
+    several = (actor / POLICY).is_dir()
+    found = {path.name for path in actor.iterdir() if path.is_dir()} if several else {POLICY}
+    wanted = set(trained(config))
+    if (several or len(names(config)) > 1) and (found != wanted or several != (len(names(config)) > 1)):
+        raise OptionError(
+            f"the checkpoint {folder} holds {'the models ' + ', '.join(sorted(found)) if several else 'one model'}, "
+            f"but this run trains {', '.join(sorted(wanted))}. Start with the same {KEY}, or start anew: another "
+            "trainer.default_local_dir, or trainer.resume_mode=disable, and the paths of the weights in model.path."
+        )
+
+
+def _resumed(config: Any) -> Path | None:
+    """The folder that verl will resume from, as far as this machine sees it."""
+    mode = config.trainer.get("resume_mode")
+    if mode == "resume_path":
+        return Path(str(config.trainer.resume_from_path)).absolute()
+    tracker = Path(str(config.trainer.get("default_local_dir"))) / "latest_checkpointed_iteration.txt"
+    if mode != "auto" or not os.path.exists(tracker):
+        return None
+    return tracker.absolute().parent / f"global_step_{tracker.read_text().strip()}"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every model of a run with several has for itself, in front of verl's trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.updates import Updates
+
+
+class ModelSide:
+    """Mixin right in front of a V1 trainer of verl. The parts of a step that cut a batch, for a model's own rows.
+
+    Nothing is done without `own_parts`, as in a run with one model, whose parts are the trainer's.
+    """
+
+    own_parts: tuple[Part, ...] = ()
+
+    def own_metrics(self) -> dict[str, float]:
+        """What the parts have to report since the last call."""
+        found: dict[str, float] = {}
+        for part in self.own_parts:
+            found.update(part.metrics)
+            part.metrics.clear()
+        return found
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for part in self.own_parts:
+            batch = part.on_sample(batch)
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        for part in self.own_parts:
+            batch = part.on_batch(batch, ActiveBatch(columns={}), metrics)
+        return batch
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        multiple = super()._get_required_batch_multiple(dp_size)  # type: ignore[misc]
+        for part in self.own_parts:
+            multiple = part.row_multiple(multiple, dp_size)
+        return multiple
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for part in self.own_parts:
+                stack.enter_context(part.around_update("actor", batch))
+            return super()._update_actor(batch, metrics)  # type: ignore[misc]
+
+
+def own_parts(config: Any, trainer: Any) -> tuple[Part, ...]:
+    """The parts that a model has for itself."""
+    return (Updates(config, trainer),)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as text and as one HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import pandas
+
+from verl_ext.html_page import page
+from verl_ext.integration.mix import component_names
+from verl_ext.whatif.compare import Comparison
+
+ABOUT = """std, max |A|: of the advantages over model tokens. zero rows: share of rows that nothing is learned from.
+eff. rows: how many rows carry the update (Kish). with ...: correlation over model tokens with the run's own estimator.
+scale: of the gradient, against the leave-one-out mean's.
+noise: second moment of the gradient in the logits at equal scale, against the leave-one-out mean's (1; less is better).
+variance, company, cosine: of smaller groups drawn from these: the gradient's variance at equal scale against the
+leave-one-out mean's, the share of A that is the luck of who else was drawn, and agreement with the whole groups'
+leave-one-out mean. exact: the same of the gradient itself, at the checkpoint."""
+
+
+ESTIMATORS = "Estimators"
+CORRELATION = "Correlation over model tokens"
+SMALL = 8
+"""With more estimators the text shows the correlation with the run's own alone, and the page all of them."""
+
+
+def run_of(comparison: Comparison) -> str:
+    """The estimator under which the rows were recorded."""
+    names = component_names(comparison.records[0].algorithm)
+    return names[0] if len(names) == 1 else "mix"
+
+
+def table(comparison: Comparison) -> pandas.DataFrame:
+    """The numbers of each estimator, a row each, in the order of the comparison."""
+    rows, own = {}, run_of(comparison)
+    for name, one in comparison.estimators.items():
+        rows[name] = {
+            "std": one["std"],
+            "max |A|": one["max_abs"],
+            "zero rows": one["zero_row_share"],
+            "eff. rows": one["effective_rows"],
+            **({f"with {own}": comparison.correlation[own][name]} if own in comparison.correlation else {}),
+            "scale": one["scale"],
+            "noise": one["noise"],
+            **(one["resampled"] or {}),
+            **{f"exact {key}": value for key, value in one.get("exact", {}).items()},
+        }
+    return pandas.DataFrame.from_dict(rows, orient="index", dtype=float)
+
+
+def shares(comparison: Comparison, what: str) -> pandas.DataFrame:
+    """Shares of |A|, a row an estimator and a column an agent or turn; empty where there is but one."""
+    found = pandas.DataFrame({name: one[what] for name, one in comparison.estimators.items()}, dtype=float).T
+    return found if found.shape[1] > 1 else pandas.DataFrame()
+
+
+def headline(comparison: Comparison) -> list[str]:
+    """What was compared."""
+    records = comparison.records
+    rows = sum(len(one.keys) for one in records)
+    prompts = sum(len({key.rsplit("_", 2)[0] for key in one.keys}) for one in records)
+    steps = ", ".join(str(step) for step in sorted({one.step for one in records}))
+    tokens = sum(int(one.tokens["response_mask"].sum()) for one in records)
+    own = " + ".join(component_names(records[0].algorithm))
+    lines = [
+        f"{rows} rows of {prompts} prompts, {tokens} model tokens (step {steps}), recorded under {own}",
+        f"compared with the leave-one-out mean ({comparison.reference})",
+    ]
+    if comparison.group:
+        lines.append(f"smaller groups: {comparison.group} trajectories a prompt")
+    if not comparison.energies:
+        lines.append("no sum_pi_squared was recorded: every token counts alike")
+    return lines
+
+
+def _parts(comparison: Comparison) -> list[tuple[str, pandas.DataFrame]]:
+    parts = [(ESTIMATORS, table(comparison))]
+    parts += [(f"Share of |A| by {what[:-1]}", shares(comparison, what)) for what in ("agents", "turns")]
+    correlation = pandas.DataFrame.from_dict(comparison.correlation, orient="index", dtype=float)
+    return [(title, one) for title, one in [*parts, (CORRELATION, correlation)] if not one.empty]
+
+
+def text(comparison: Comparison) -> str:
+    """For a terminal."""
+    lines = headline(comparison)
+    for title, one in _parts(comparison):
+        if title == CORRELATION and len(one) > SMALL:
+            continue
+        lines += ["", title, _frame(one)]
+    lines += ["", ABOUT]
+    if comparison.refused:
+        lines += ["", "Not on these rows:", *(f"  {name}: {why}" for name, why in comparison.refused.items())]
+    return "\n".join(lines)
+
+
+def brief(comparison: Comparison) -> str:
+    """The columns that say most, for the end of a demo."""
+    columns = [f"with {run_of(comparison)}", "zero rows", "eff. rows", "std", "noise"]
+    found = table(comparison)
+    return _frame(found[[column for column in columns if column in found]])
+
+
+def html_page(comparison: Comparison) -> str:
+    """One page that needs nothing else."""
+
+    def paragraphs(lines: Sequence[str]) -> str:
+        return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+    tables = "".join(
+        f"<h2>{html.escape(title)}</h2>{one.to_html(na_rep='-', float_format=_number, border=0, classes=kind)}"
+        for title, one, kind in [(t, one, "sort" if t == ESTIMATORS else "heat") for t, one in _parts(comparison)]
+    ).replace(' style="text-align: right;"', "")  # pandas's own, which the page's policy does not let in
+    refused = [f"{name}: {why}" for name, why in comparison.refused.items()]
+    return page(
+        "verl_ext.whatif",
+        title="What other estimators would have done",
+        data={},
+        body=paragraphs(headline(comparison)) + tables,
+        about=paragraphs([ABOUT]),
+        refused=("<h2>Not on these rows</h2>" if refused else "") + paragraphs(refused),
+    )
+
+
+def plain(comparison: Comparison) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "estimators": comparison.estimators,
+        "correlation": comparison.correlation,
+        "reference": comparison.reference,
+        "group": comparison.group,
+        "refused": comparison.refused,
+    }
+
+
+def _frame(found: pandas.DataFrame) -> str:
+    return found.to_string(na_rep="-", float_format=_number, line_width=10_000)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

@@ -121,6 +121,21 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
         f"{VALIDATION}.n": 32,
         f"{VALIDATION}.top_p": 0.95,
     },
+    "simpletir/math": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B",
+        "data.train_batch_size": 512,
+        f"{ACTOR}.ppo_mini_batch_size": 128,
+        f"{ROLLOUT}.n": 16,
+        "data.max_prompt_length": 16000,
+        "data.max_response_length": 8000,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ROLLOUT}.temperature": 1.0,
+        "verl_ext.orchestra.options.max_turns": 5,
+    },
     "empg/alfworld": {
         "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
         "trainer.total_training_steps": 150,
@@ -267,6 +282,11 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("trm/math", "trm"): {"algorithm.trm.max": 0.1, "algorithm.trm.avg": 0.002, "algorithm.rejection_normalise": "all"},
     ("trm/math", "trm_max"): {"algorithm.trm.max": 0.05, "algorithm.trm.avg": None},
     ("trm/math", "trm_avg"): {"algorithm.trm.max": None, "algorithm.trm.avg": 0.001},
+    ("simpletir/math", "simpletir"): {
+        "algorithm.rejection": {"simpletir": True, "variance_filter": True},
+        "algorithm.rejection_normalise": "kept",
+        "algorithm.variance_filter.threshold": 1e-3,
+    },
     ("empg/alfworld", "empg"): {"algorithm.empg": {"k": 1.0, "k_f": 1.0, "zeta": 0.1}},
     ("dvp/stability", "dvp"): {"dvp.rho": 6.144e-6, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1},
     ("dvp/stability", "dvp_bypass"): {
@@ -368,7 +388,7 @@ def run_script(path: Path, folder: Path, *arguments: str, **environment: str) ->
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

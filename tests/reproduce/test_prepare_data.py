@@ -265,7 +265,7 @@ def test_no_network(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

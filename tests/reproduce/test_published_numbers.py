@@ -131,6 +131,7 @@ EXPECTED: dict[str, set[Number]] = {
     "otb/samples": {("otb_n4", "tokens_to", -value, ABSTRACT, "group_mean_n32") for value in (65, 62, 66)},
     "dvp/stability": set(),
     "trm/math": set(),
+    "simpletir/math": {("text_only", "aime24", 22.1, ABSTRACT, None), ("simpletir", "aime24", 50.5, ABSTRACT, None)},
     "empg/alfworld": {
         ("grpo", "success", 65.6, SECOND, None),
         ("empg", "success", 73.7, SECOND, None),
@@ -145,7 +146,7 @@ TABLES = tables()
 def test_every_published_experiment_has_its_table() -> None:
     assert {table.name for table in TABLES} == set(EXPECTED)
     assert {table.method for table in TABLES if table.default} == {
-        "dr_mas", "trloo", "hgpo", "gigpo", "kpo", "otb", "dvp", "trm", "empg",
+        "dr_mas", "trloo", "hgpo", "gigpo", "kpo", "otb", "dvp", "trm", "empg", "simpletir",
     }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def address() -> Iterator[str]:
     finally:
         child.send_signal(signal.SIGTERM)  # `ray start --block` stops what it started
         try:
-            child.wait(timeout=60)
+            child.wait(timeout=300)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from verl_ext import live
 from verl_ext.overrides import positive
 
 
@@ -42,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a metric, or a pattern with *, to show first; may be repeated",
     )
     parser.add_argument("--title", default=None, help="of the page (default: the names of the groups)")
+    live.argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,22 +53,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LogError: a run has no metrics, or a group or metric fits nothing.
     """
-    from verl_ext.html_page import page
-    from verl_ext.report import compare
-    from verl_ext.report.data import page_data
-
-    left_out: list[str] = []
-    runs = compare.load(args.runs, dict(args.group), by_seed=not args.no_groups, left_out=left_out)
-    sections = compare.sections(runs, args.metric)
-    names = compare.group_names(runs)
-    title = args.title or "Runs: " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    data = page_data(runs, sections, title=title, smooth=args.smooth, left_out=left_out)
-    text = page("verl_ext.report", title=title, data=data)
+    if args.watch is not None:
+        return live.watch(lambda: _made(args)[0], args.watch)
+    text, runs, sections, left_out = _made(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_bytes(text.encode("utf-8", "backslashreplace"))
     metrics = len({name for one in runs for name in one.log.curves})
-    size = args.out.stat().st_size / 1e6
-    print(f"{args.out}: {len(runs)} runs in {len(names)} groups, {metrics} metrics, {size:.1f} MB")
+    groups, size = len({one.group for one in runs}), args.out.stat().st_size / 1e6
+    print(f"{args.out}: {len(runs)} runs in {groups} groups, {metrics} metrics, {size:.1f} MB")
     for problem in left_out:
         print(f"left out: {problem}")
     for one in runs:
@@ -77,6 +72,21 @@ def run(args: argparse.Namespace) -> int:
         written = write_pictures(runs, sections, args.png, smooth=args.smooth)
         print(f"{args.png}: {len(written)} pictures")
     return 0
+
+
+def _made(args: argparse.Namespace) -> tuple[str, list[Any], Any, list[str]]:
+    """The page of the runs as they are now; the runs, the sections, and what was left out."""
+    from verl_ext.html_page import page
+    from verl_ext.report import compare
+    from verl_ext.report.data import page_data
+
+    left_out: list[str] = []
+    runs = compare.load(args.runs, dict(args.group), by_seed=not args.no_groups, left_out=left_out)
+    sections = compare.sections(runs, args.metric)
+    names = compare.group_names(runs)
+    title = args.title or "Runs: " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    data = page_data(runs, sections, title=title, smooth=args.smooth, left_out=left_out)
+    return page("verl_ext.report", title=title, data=data), runs, sections, left_out
 
 
 def _page(text: str) -> Path:

@@ -66,9 +66,6 @@ class Section:
     main: int
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------------
-
-
 def load(
     paths: Sequence[Path],
     groups: Mapping[str, str] | None = None,
@@ -80,11 +77,9 @@ def load(
 
     Args:
         paths: files or folders as `verl_ext.report.logs.find_runs` takes them; a folder gives all runs below it.
-        groups: group name -> pattern (as for file names) of the run names, or paths, that belong to it; the first that
-            holds counts.
-        left_out: takes a sentence for each run without a metric, such as one that has just begun. None: that is an
-            error.
+        groups: name -> pattern (as for file names) of names or paths of its runs; the first that fits counts.
         by_seed: put runs whose names differ in ``seed_<number>`` at the end alone into one group.
+        left_out: takes a sentence for each run without a metric, such as one that has just begun. None: an error.
 
     Raises:
         LogError: there is nothing to read in a path or in all of them, or a pattern fits no run.
@@ -179,8 +174,6 @@ def _with_agent_norms(log: RunLog) -> RunLog:
     return replace(log, steps=steps)
 
 
-# ---- axes ----------------------------------------------------------------------------------------------------------
-
 TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
 
 
@@ -212,8 +205,6 @@ def finite(curve: pandas.Series) -> pandas.Series:
     """The curve with NaN for the infinities, too."""
     return curve.where(numpy.isfinite(curve))
 
-
-# ---- panels --------------------------------------------------------------------------------------------------------
 
 _REWARD = ("trajectory/reward/mean", "critic/score/mean", "critic/rewards/mean")
 #: Sections of metrics that have a title, in the order of their panels.
@@ -267,34 +258,32 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     """
     counts = Counter(metric for run in runs for metric in run.log.curves)
     known = sorted(counts, key=natural_order)
-    out = []
     first: list[str] = []
     for pattern in chosen:
-        fitting = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+        fitting = fnmatch.filter(known, pattern)
         if not fitting:
             raise LogError(f"--metric {pattern}: no run has such a metric{_nearest(pattern, known)}")
         first += fitting
-    out.append(_section("Chosen", [(name, _title(name)) for name in dict.fromkeys(first)]))
     rewards = [name for name in _REWARD if name in counts]
-    reward = [max(rewards, key=lambda name: counts[name])] if rewards else []
-    core = [name for name in known if name.startswith("val-core/")]
-    out.append(
-        _section("Reward", [(name, "Training reward") for name in reward] + [(name, _title(name)) for name in core])
-    )
+    reward = [Panel("Training reward", max(rewards, key=lambda name: counts[name]))] if rewards else []
+    core = [Panel(_title(name), name) for name in known if name.startswith("val-core/")]
+    out = [_section("Chosen", dict.fromkeys(first)), Section("Reward", [*reward, *core], len([*reward, *core]))]
     for title, panels in _SECTIONS.items():
         main = [name for name in panels if name in counts]
         patterns = _MISMATCH_MORE if title == "Sampler and trainer" else ()
-        more = [name for name in known if _fits(name, patterns) and name not in main]
-        out.append(_section(title, [(name, _title(name)) for name in [*main, *more]], len(main)))
-    out.append(_agents(known))
-    shares = [name for name in known if name.startswith("mix/") and name.endswith("/share")]
-    rest = [name for name in known if name.startswith("mix/") and name not in shares]
-    out.append(_section("Components of the mix", [(name, _title(name)) for name in [*shares, *rest]]))
+        fits = [name for name in known if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+        out.append(_section(title, dict.fromkeys([*main, *fits]), len(main)))
+    mix = [name for name in known if name.startswith("mix/")]
+    out += [
+        _agents(known),
+        _section("Components of the mix", sorted(mix, key=lambda name: not name.endswith("/share"))),
+    ]
     return [section for section in out if section.panels]
 
 
-def _section(title: str, panels: Sequence[tuple[str, str]], main: int | None = None) -> Section:
-    return Section(title, [Panel(text, name) for name, text in panels], len(panels) if main is None else main)
+def _section(title: str, names: Iterable[str], main: int | None = None) -> Section:
+    panels = [Panel(_title(name), name) for name in names]
+    return Section(title, panels, len(panels) if main is None else main)
 
 
 def _agents(known: Sequence[str]) -> Section:
@@ -303,10 +292,9 @@ def _agents(known: Sequence[str]) -> Section:
     titles = {**_AGENT_MAIN, **_AGENT_MORE}
     kinds = list(dict.fromkeys([*titles, *(match["what"] for match in parts)]))
     ordered = sorted(parts, key=lambda match: (kinds.index(match["what"]), agents.index(match["agent"])))
-    panels = [(match[0], f"{match['agent']}: {titles.get(match['what'], match['what'])}") for match in ordered]
-    main = sum(match["what"] in _AGENT_MAIN for match in parts)
+    panels = [Panel(f"{match['agent']}: {titles.get(match['what'], match['what'])}", match[0]) for match in ordered]
     # Panels of a lone agent repeat those of the run.
-    return _section("Agents", panels, main if len(agents) > 1 else 0)
+    return Section("Agents", panels, sum(match["what"] in _AGENT_MAIN for match in parts) if len(agents) > 1 else 0)
 
 
 def _title(metric: str) -> str:
@@ -316,18 +304,11 @@ def _title(metric: str) -> str:
     return _TITLES.get(metric, metric)
 
 
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _nearest(pattern: str, known: Sequence[str]) -> str:
     import difflib
 
     near = difflib.get_close_matches(pattern, known, n=3) or [name for name in known if pattern.strip("*") in name][:3]
     return f"; near it: {', '.join(near)}" if near else f"; there are {len(known)}, all in the page's list"
-
-
-# ---- lines ---------------------------------------------------------------------------------------------------------
 
 
 def smoothed(curve: pandas.Series, window: int) -> pandas.Series:

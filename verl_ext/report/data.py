@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pandas
@@ -37,9 +38,8 @@ def page_data(
     """What the page's script reads.
 
     Args:
-        runs: the runs, each group's together.
+        runs: each group's together.
         sections: of `verl_ext.report.compare.sections`.
-        title: of the page.
         smooth: window, in steps, that the page opens with.
         left_out: what could not be read at all, a sentence each.
         budget: numbers to keep.
@@ -65,7 +65,6 @@ def page_data(
             {
                 "name": run.name,
                 "group": groups.index(run.group),
-                "seed": run.seed,
                 "source": run.log.source,
                 "path": str(run.log.path),
                 "first": min(run.log.steps),
@@ -75,26 +74,23 @@ def page_data(
                 "x": {axis.name: _places(run, axis, places) for axis in chosen_axes},
             }
         )
+    looks = [style(position) for position in range(len(groups))]
     return {
         "title": title,
         "smooth": smooth,
         "left_out": list(left_out),
         "width": width if any(length > room for length in lengths.values()) else 1,
-        "axes": [{"name": axis.name, "label": axis.label, "unit": axis.unit} for axis in chosen_axes],
+        "axes": [asdict(axis) for axis in chosen_axes],
         "groups": [
-            {"name": name, "colour": style(position)[0], "dash": " ".join(map(str, style(position)[1]))}
-            for position, name in enumerate(groups)
+            {"name": name, "colour": colour, "dash": " ".join(map(str, dashes))}
+            for name, (colour, dashes) in zip(groups, looks, strict=True)
         ],
         "runs": out_runs,
         "metrics": metrics,
         "series": series,
         "sections": [
-            {
-                "title": section.title,
-                "main": section.main,
-                "panels": [{"title": panel.title, "metric": number[panel.metric]} for panel in section.panels],
-            }
-            for section in sections
+            {**asdict(one), "panels": [{"title": panel.title, "metric": number[panel.metric]} for panel in one.panels]}
+            for one in sections
         ],
     }
 

@@ -40,22 +40,15 @@ class LogError(Failure):
 
 @dataclass(frozen=True)
 class RunLog:
-    """The metrics of one run.
+    """The metrics of one run."""
 
-    Attributes:
-        path: what was read: a file, or a folder of event files.
-        source: of which logger it is.
-        steps: training step -> metric -> value, in order of step. A value that was not a finite number when it was
-            logged is NaN or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
-        problems: what could not be read, and what looks wrong, a sentence each; empty for a sound run.
-        name: verl's ``trainer.experiment_name`` if the log holds it (wandb), else empty.
-    """
-
-    path: Path
-    source: Source
+    path: Path  # what was read: a file, or a folder of event files
+    source: Source  # of which logger it is
+    # Training step -> metric -> value, in order of step. A value that was not a finite number when it was logged is NaN
+    # or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
     steps: dict[int, dict[str, float]]
-    problems: list[str] = field(default_factory=list)
-    name: str = ""
+    problems: list[str] = field(default_factory=list)  # what could not be read or looks wrong, a sentence each
+    name: str = ""  # verl's ``trainer.experiment_name`` if the log holds it (wandb)
 
     @cached_property
     def curves(self) -> dict[str, pandas.Series]:
@@ -68,9 +61,7 @@ class RunLog:
 
 
 def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
-    """The metrics of one run.
-
-    Several values of a metric in one step: the later wins, as after a resume.
+    """The metrics of one run. Of several values of a metric in one step the later wins, as after a resume.
 
     Args:
         path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
@@ -80,8 +71,7 @@ def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
             is left out.
 
     Raises:
-        LogError: nothing is there, nothing in it is a metric, or the folder holds several runs (the message names
-            them).
+        LogError: nothing is there, nothing in it is a metric, or the folder holds several runs, which are named.
     """
     given = Path(path)
     found = find_runs(given)

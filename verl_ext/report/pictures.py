@@ -19,8 +19,7 @@ def write_pictures(runs: Sequence[Run], sections: Sequence[Section], folder: Pat
     """Write a PNG of each panel that the page shows at first, and one of all of them, over training steps.
 
     Args:
-        runs: the runs.
-        sections: of `verl_ext.report.compare.sections`.
+        runs, sections: of `verl_ext.report.compare`.
         folder: where to; made if need be.
         smooth: steps of the trailing mean.
 
@@ -72,16 +71,9 @@ def _draw(one: Any, runs: Sequence[Run], panel: Panel, axis: Axis, smooth: int, 
             low, high = line["mean"] - line["std"], line["mean"] + line["std"]
             one.fill_between(line["x"], low, high, color=colour, alpha=0.18, linewidth=0)
         sparse = len(line) * 2 <= max(len(run.log.steps) for run in members) or len(line) <= 2
-        one.plot(
-            line["x"],
-            line["mean"],
-            color=colour,
-            linewidth=1.8,
-            linestyle=(0, dashes) if dashes else "-",
-            marker="o" if sparse else None,
-            markersize=4,
-            label=_plain(f"{name} ({len(members)} seeds)" if len(members) > 1 else name),
-        )
+        label = _plain(f"{name} ({len(members)} seeds)" if len(members) > 1 else name)
+        look: dict[str, Any] = {"linestyle": (0, dashes) if dashes else "-", "marker": "o" if sparse else None}
+        one.plot(line["x"], line["mean"], color=colour, linewidth=1.8, markersize=4, label=label, **look)
     one.set_title(_plain(panel.title), fontsize="medium", wrap=True)
     one.set_xlabel(axis.label)
     one.grid(alpha=0.3)

@@ -16,8 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from verl_ext.recipes import recipes, suggestion, table_paths
 from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table, TableError, UnknownTableError
 
-# --- finding ------------------------------------------------------------------------------------------------------
-
 
 def tables() -> list[Table]:
     """Every table of this installation, sorted by name.
@@ -98,9 +96,6 @@ def find_cells(scale: Scale, names: Sequence[str] | None) -> list[Cell]:
     return [cell for name, cell in scale.cells.items() if name in names]
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 def load_yaml(path: Path) -> Any:
     """A YAML file as plain containers; a key that stands twice is an error instead of the later one winning.
 
@@ -149,11 +144,7 @@ def _over(below: Any, above: Any) -> Any:
 
 
 def read_table(path: Path, name: str) -> Table:
-    """Read one table file.
-
-    Args:
-        path: the file.
-        name: ``<method>/<table>``.
+    """Read one table file, of the table ``<method>/<table>``.
 
     Raises:
         TableError: unknown or missing keys, wrong types, or names that are not there, with the file and the key.

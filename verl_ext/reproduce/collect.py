@@ -58,42 +58,29 @@ class CollectError(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """A collected table. Values are in the unit in which they are shown (times 100 if a percentage).
-
-    Attributes:
-        table: its definition.
-        scale: the scale that was collected.
-        folder: the table's folder among runs.
-        ends: ``cell``, ``seed``, ``step``: the runs that are used, and the last step that is used of each.
-        values: ``cell``, ``metric``, ``seed``, ``value`` (NaN if there is none) and ``reason`` (why there is none).
-        figures: ``what`` (agent or level), ``cell``, ``owner``, ``figure``, ``seed``, ``value``: means over the last
-            steps of what is shown beside the table.
-        curves: ``what``, ``cell``, ``seed``, ``step``, ``value``, for the picture.
-        differences: ``cell``, ``baseline``, ``metric``, ``difference``, ``verdict``, and the columns of
-            :class:`~verl_ext.reproduce.noise.Interval`, NaN where a side has a single seed. To the table's baseline, in
-            the order of cells and metrics; then those of the scale's `versus`.
-        beside: the paper's numbers (columns of :class:`~verl_ext.reproduce.tables.Published`) with ``ours``, its
-            ``low`` and ``high``, ``gap`` (ours less the paper's) and ``verdict``; empty at laptop scale, where they are
-            not comparable.
-        versions: of the packages that the runs were made with, by name.
-        dates: first and last day on which the runs were made (ISO), None if unknown.
-        problems: what is missing, left out or odd, a sentence each.
-        commands: that make this table.
-    """
+    """A collected table. Values are in the unit in which they are shown (times 100 if a percentage)."""
 
     table: Table
     scale: Scale
-    folder: Path
+    folder: Path  # the table's folder among runs
+    # ``cell``, ``seed``, ``step``: the runs that are used, and the last step that is used of each
     ends: pandas.DataFrame
+    # ``cell``, ``metric``, ``seed``, ``value`` (NaN if there is none) and ``reason`` (why there is none)
     values: pandas.DataFrame
+    # ``what`` (agent or level), ``cell``, ``owner``, ``figure``, ``seed``, ``value``: means over the last steps
     figures: pandas.DataFrame
+    # ``what``, ``cell``, ``seed``, ``step``, ``value``, for the picture
     curves: pandas.DataFrame
+    # ``cell``, ``baseline``, ``metric``, ``difference``, ``verdict``, and the columns of `Interval`, NaN where a side
+    # has a single seed. To the table's baseline, in the order of cells and metrics; then those of the scale's `versus`.
     differences: pandas.DataFrame
+    # The paper's numbers (columns of `Published`) with ``ours``, its ``low`` and ``high``, ``gap`` (ours less the
+    # paper's) and ``verdict``; empty at laptop scale, where they are not comparable.
     beside: pandas.DataFrame
-    versions: Mapping[str, Sequence[str]]
-    dates: tuple[str, str] | None
-    problems: Sequence[str]
-    commands: Sequence[str]
+    versions: Mapping[str, Sequence[str]]  # of the packages that the runs were made with, by name
+    dates: tuple[str, str] | None  # first and last day on which the runs were made (ISO)
+    problems: Sequence[str]  # what is missing, left out or odd, a sentence each
+    commands: Sequence[str]  # that make this table
 
     @cached_property
     def summary(self) -> pandas.DataFrame:
@@ -113,12 +100,7 @@ def summarised(values: pandas.DataFrame, by: Sequence[str]) -> pandas.DataFrame:
 
 
 def collect(table: Table, scale: str, out: Path) -> Result:
-    """The numbers of a table, from its complete runs.
-
-    Args:
-        table: its definition; at laptop scale it may be one whose laptop scale is another table's.
-        scale: ``full`` or ``laptop``.
-        out: folder of all runs (``runs/reproduce``).
+    """The numbers of a table, from its complete runs in `out`, the folder of all runs (``runs/reproduce``).
 
     Raises:
         CollectError: no run is complete; the message says which command makes or completes them.
@@ -162,9 +144,6 @@ def collect(table: Table, scale: str, out: Path) -> Result:
         problems=notes.texts(),
         commands=_commands(table, part, Path(out), runs),
     )
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------
 
 
 class Notes:
@@ -267,8 +246,8 @@ def _limits(runs: Sequence[Run], notes: Notes) -> dict[str, int]:
         if same["end"].nunique() > 1:
             first = same.sort_values(["end", "name"]).head(6)
             said = ", ".join(f"{name} at {end}" for name, end in zip(first["name"], first["end"], strict=True))
-            common = same["end"].min()
-            notes.add(f"runs end at different steps ({said}): all are used up to step {common}, the last in common")
+            last = f"all are used up to step {same['end'].min()}, the last in common"
+            notes.add(f"runs end at different steps ({said}): {last}")
     return plans["end"].transform("min").groupby(frame["cell"]).min().to_dict()
 
 
@@ -306,9 +285,6 @@ def _commands(table: Table, scale: Scale, out: Path, runs: Sequence[Run] = ()) -
     own += extras.pop() if len(extras) == 1 else ()
     start = ["verl-ext", "reproduce"]
     return shlex.join([*start, "run", *options, *own]), shlex.join([*start, "collect", *options])
-
-
-# --- numbers ------------------------------------------------------------------------------------------------------
 
 
 def _values(scale: Scale, runs: Sequence[Run], notes: Notes) -> pandas.DataFrame:
@@ -391,11 +367,9 @@ def _differences(scale: Scale, values: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def verdict_of(interval: Interval | None, higher: bool | None) -> str:
-    """What a difference says of a claim that the cell is better than the other one.
+    """What a difference (None: the noise is unknown) says of a claim that the cell is better than the other one.
 
-    Args:
-        interval: of the difference, None if the noise is unknown.
-        higher: whether higher is better; None for a metric of which the claim does not speak.
+    `higher`: whether higher is better; None for a metric of which the claim does not speak.
     """
     if interval is None:
         return UNKNOWN

@@ -9,8 +9,8 @@ import shlex
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verl_ext.overrides import Failure, UsageError, check_overrides, positive
 from verl_ext.reproduce import needs, plan, runs
@@ -31,62 +31,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``verl-ext reproduce``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
+    table, scale, cells, out = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    table.add_argument("table", metavar="TABLE", help="<method>/<table>, or a method for its default table")
+    scale.add_argument("--scale", default="full", metavar="|".join(SCALES), help="default: %(default)s")
+    # Of the form `--cell A B`, `--cell A --cell B` and `--cell A,B`; what has a `=` is an override that came after.
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    cells.add_argument("--cell", "--cells", metavar="C", help="default: all", **several)
+    cells.add_argument("--seeds", "--seed", metavar="N", help="default: the table's", **several)
+    cells.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
+    out.add_argument("--out", type=Path, default=runs.DEFAULT_OUT, help="folder of all runs (default: %(default)s)")
+
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
     actions.add_parser("list", help="every table, its cells, and what can run here")
+    whole = [table, scale, cells, out]
+    actions.add_parser("plan", parents=whole, help="exact commands, cost and open questions of a table")
 
-    one = _with_table(actions.add_parser("plan", help="exact commands, cost and open questions of a table"))
-    _scale(one)
-    _cells(one)
-    _out(one)
-    one.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
-
-    one = _with_table(actions.add_parser("prepare", help="bring the data sets of a table into verl's format"))
+    one = actions.add_parser("prepare", parents=[table], help="bring the data sets of a table into verl's format")
     one.add_argument("--from", dest="source", type=Path, default=None, help="local folder (default: from the hub)")
     one.add_argument("--only", action="append", default=None, metavar="NAME", help="this data set alone")
     one.add_argument("--any-count", action="store_true", help="take another number of rows than the expected one")
     one.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache, where run looks)")
 
-    one = _with_table(actions.add_parser("run", help="run what is not complete, then collect"))
-    _scale(one)
-    _cells(one)
-    _out(one)
-    one.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
-    one.add_argument(
-        "--submit", metavar="ADDRESS", default=None, help="as Ray jobs: address of the cluster's dashboard"
-    )
+    one = actions.add_parser("run", parents=whole, help="run what is not complete, then collect")
+    one.add_argument("--submit", metavar="ADDRESS", help="as Ray jobs: address of the cluster's dashboard")
     one.add_argument("--at-once", type=positive, default=1, help="jobs that may run at the same time (default: 1)")
     one.add_argument("--no-wait", action="store_true", help="submit all jobs now and return")
     one.add_argument("--no-collect", action="store_true", help="do not write the table afterwards")
     one.add_argument("--no-check", action="store_true", help="do not look first for GPUs, packages and data")
     one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further Hydra overrides for verl's trainer")
 
-    one = _with_table(actions.add_parser("collect", help="write the table from the runs that are complete"))
-    _scale(one)
-    _out(one)
-
-    one = _with_table(actions.add_parser("script", help="print the launch script of a table"))
-
-
-def _with_table(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("table", metavar="TABLE", help="<method>/<table>, or a method for its default table")
-    return parser
-
-
-def _scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scale", default="full", metavar="|".join(SCALES), help="default: %(default)s")
-
-
-def _cells(parser: argparse.ArgumentParser) -> None:
-    # Of the form `--cell A B`, `--cell A --cell B` and `--cell A,B`; what has a `=` is an override that came after.
-    parser.add_argument("--cell", "--cells", nargs="+", action="extend", default=[], metavar="C", help="default: all")
-    parser.add_argument(
-        "--seeds", "--seed", nargs="+", action="extend", default=[], metavar="N", help="default: the table's"
-    )
-
-
-def _out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=runs.DEFAULT_OUT, help="folder of all runs (default: %(default)s)")
+    actions.add_parser("collect", parents=[table, scale, out], help="write the table from the runs that are complete")
+    actions.add_parser("script", parents=[table], help="print the launch script of a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 for a failure; 2 for what cannot be carried out as written; 130 after Ctrl-C.
     """
+    if args.extras and args.action != "run":
+        raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")
     try:
         return _ACTIONS[args.action](args)
     except BrokenPipeError:
@@ -153,16 +130,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _nothing_else(args: argparse.Namespace) -> None:
-    if args.extras:
-        raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")
-
-
-# --- list ---------------------------------------------------------------------------------------------------------
-
-
 def _list(args: argparse.Namespace) -> int:
-    _nothing_else(args)
     found = tables()
     data = plan.data_home()
     for table in found:
@@ -183,11 +151,8 @@ def _list(args: argparse.Namespace) -> int:
             print(_wrapped(f"  {name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))
             print(_wrapped(" " * 13, plan.cost(scale, cells, scale.seeds)))
             missing = needs.lacks(table, scale, cells, data=data)
-            print(
-                _wrapped(
-                    " " * 13, "can run here" if not missing else "lacks here: " + "; ".join(m.what for m in missing)
-                )
-            )
+            said = "lacks here: " + "; ".join(one.what for one in missing) if missing else "can run here"
+            print(_wrapped(" " * 13, said))
         print()
     seen = needs.gpus()
     print(f"Seen here: {plan.number(seen, 'GPU')}, {os.cpu_count()} CPU cores; data in {data}.")
@@ -199,14 +164,10 @@ def _wrapped(first: str, text: str) -> str:
     return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False)
 
 
-# --- plan ---------------------------------------------------------------------------------------------------------
-
-
 def _plan(args: argparse.Namespace) -> int:
     table, scale = _chosen(args)
     cells = find_cells(scale, _split(args, "cell"))
     seeds = _seeds(args, scale)
-    _nothing_else(args)
     again = ["--scale", scale.name]
     again += ["--cell", *(cell.name for cell in cells)] if args.cell else []
     again += ["--seeds", *map(str, seeds)] if args.seeds else []
@@ -236,8 +197,7 @@ def _plan(args: argparse.Namespace) -> int:
             print(f"  {number.cell}, {number.metric}: {number.value:g}{relative}, {number.certainty}{note}")
         for variable, text in scale.needs.inputs.items():
             print(_wrapped("needs: ", f"{variable}: {text}"))
-    missing = needs.lacks(table, scale, cells)
-    for one in missing:
+    for one in needs.lacks(table, scale, cells):
         print(_wrapped("lacks here: ", str(one)))
     print(f"\nAll of it: {shlex.join(['verl-ext', 'reproduce', 'run', table.name, *again])}")
     print("By hand, one by one (they write no cell.json, so `run` and `collect` do not take such a folder):")
@@ -261,16 +221,11 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
     return shlex.join(["verl-ext", "demo", *where, *words])
 
 
-# --- the others ---------------------------------------------------------------------------------------------------
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import prepare
 
-    _nothing_else(args)
-    return prepare.main(
-        find_table(args.table), source=args.source, only=args.only, out=args.out, any_count=args.any_count
-    )
+    table = find_table(args.table)
+    return prepare.main(table, source=args.source, only=args.only, out=args.out, any_count=args.any_count)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -295,7 +250,6 @@ def _run(args: argparse.Namespace) -> int:
 def _collect(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import render
 
-    _nothing_else(args)
     table, scale = _chosen(args)
     return render.main(table, scale.name, args.out)
 
@@ -303,16 +257,8 @@ def _collect(args: argparse.Namespace) -> int:
 def _script(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import scripts
 
-    _nothing_else(args)
     print(scripts.script(find_table(args.table)), end="")
     return 0
 
 
-_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "plan": _plan,
-    "prepare": _prepare,
-    "run": _run,
-    "collect": _collect,
-    "script": _script,
-}
+_ACTIONS = {"list": _list, "plan": _plan, "prepare": _prepare, "run": _run, "collect": _collect, "script": _script}

@@ -29,22 +29,16 @@ class DumpMissing(ValueError):
 
 
 def last_dump(folder: Path, limit: int) -> Path:
-    """The dump of the last validation up to a step.
-
-    Args:
-        folder: verl's ``trainer.validation_data_dir``, with a ``<step>.jsonl`` for each validation.
-        limit: last step that counts.
+    """The dump of the last validation up to step `limit` in verl's ``trainer.validation_data_dir``.
 
     Raises:
         DumpMissing: there is none.
     """
-    files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    steps = [step for step in files if step <= limit]
+    steps = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal() and int(path.stem) <= limit]
     if not steps:
-        raise DumpMissing(
-            f"no validation dump of a step up to {limit} in {folder.name}/ (trainer.validation_data_dir writes them)"
-        )
-    return files[max(steps)]
+        what = f"no validation dump of a step up to {limit} in {folder.name}/"
+        raise DumpMissing(f"{what} (trainer.validation_data_dir writes them)")
+    return folder / f"{max(steps)}.jsonl"
 
 
 def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
@@ -61,14 +55,9 @@ def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
 
 
 def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Which task of a dump is from which data source.
+    """Data source by task of a dump, by the data sets (`sets`) that were validated on.
 
-    Args:
-        path: of the dump.
-        sets: names of the data sets that were validated on.
-
-    Returns:
-        Data source by task, and problems: tasks that are in none of the data sets are left out.
+    Tasks that are in none of them are left out, which is the second that is returned, a sentence each.
 
     Raises:
         DumpMissing: it cannot be told; the message says why.

@@ -57,24 +57,15 @@ class MetricMissing(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A complete run.
-
-    Attributes:
-        cell, seed: which.
-        path: its folder.
-        curves: value by step of each metric, where it is logged. A value that was no number is NaN.
-        planned: steps that it was to make, None if unknown.
-        record: its ``cell.json``.
-        sources: data sets that it validates on.
-    """
+    """A complete run."""
 
     cell: str
     seed: int
-    path: Path
-    curves: Mapping[str, pandas.Series]
-    planned: int | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-    sources: Sequence[str] = ()
+    path: Path  # its folder
+    curves: Mapping[str, pandas.Series]  # value by step of each metric, where it is logged; NaN for what is no number
+    planned: int | None = None  # steps that it was to make, None if unknown
+    record: Mapping[str, Any] = field(default_factory=dict)  # its ``cell.json``
+    sources: Sequence[str] = ()  # data sets that it validates on
 
     @property
     def end(self) -> int:
@@ -88,12 +79,9 @@ class Run:
 
 
 def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float | None:
-    """A metric of a run, as it is logged (not yet times 100).
+    """A metric of a run up to the step that counts, as it is logged (not yet times 100).
 
-    Args:
-        spec: the metric.
-        run: up to the step that counts.
-        say: called with what is odd about the run, though there is a value.
+    `say` is called with what is odd about the run, though there is a value.
 
     Returns:
         The value; None for a score that does not reach its threshold.
@@ -115,15 +103,10 @@ def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float 
 
 
 def matching(patterns: Iterable[str], logged: Sequence[str], said: str = "no metric {} is logged") -> list[str]:
-    """Names that match one of the patterns, each once.
-
-    Args:
-        patterns: names, or patterns as in a shell (``*`` also stands for a ``/``).
-        logged: what there is.
-        said: the message, with a place for the pattern.
+    """Names of `logged` that match one of the patterns, each once; in a pattern ``*`` also stands for a ``/``.
 
     Raises:
-        MetricMissing: a pattern matches none; the message names the nearest.
+        MetricMissing: a pattern matches none; the message, `said` with the pattern in its place, names the nearest.
     """
     found: list[str] = []
     for pattern in patterns:
@@ -135,9 +118,6 @@ def matching(patterns: Iterable[str], logged: Sequence[str], said: str = "no met
             raise MetricMissing(said.format(repr(pattern)) + (f"; near are {', '.join(near[:3])}" if near else ""))
         found += own
     return list(dict.fromkeys(found))
-
-
-# --- curves -------------------------------------------------------------------------------------------------------
 
 
 def _of_curve(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
@@ -152,15 +132,13 @@ def _of_curve(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
     finite = _finite(curve, say)
     if finite.empty:
         raise MetricMissing(f"{curve.name} is not a finite number at any step")
-    if spec.kind == "mean":
-        return statistics.fmean(finite)
-    if spec.kind == "spike":
-        if math.isnan(value := spike(finite)):
-            raise MetricMissing(f"the median of {curve.name} is 0")
-        return value
-    assert spec.kind == "best", spec.kind
-    means = finite.rolling(min(window, len(finite))).apply(statistics.fmean, raw=True)
-    return float(means.min() if spec.higher is False else means.max())
+    if spec.kind == "best":
+        means = finite.rolling(min(window, len(finite))).apply(statistics.fmean, raw=True)
+        return float(means.min() if spec.higher is False else means.max())
+    value = spike(finite) if spec.kind == "spike" else statistics.fmean(finite)
+    if math.isnan(value):
+        raise MetricMissing(f"the median of {curve.name} is 0")
+    return value
 
 
 def _not_finite(curve: pandas.Series) -> str:
@@ -187,9 +165,7 @@ def _token_counts(spec: MetricSpec, run: Run) -> pandas.Series:
 def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
     """How far the largest gradient norm stands out: over the median of all steps. NaN without a positive median.
 
-    Args:
-        norms: of the steps (mean over a step's updates).
-        peaks: largest norm of a step's updates, if it is known beside the mean.
+    `norms` are means over a step's updates, `peaks` the largest of a step's updates, if they are known.
     """
     middle = norms.median()
     largest = (norms if peaks is None or peaks.empty else peaks).max()
@@ -197,11 +173,10 @@ def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
 
 
 def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int = SPIKE_WINDOW) -> list[int]:
-    """Steps with a gradient-norm spike: a value above `factor` times the running median.
+    """Steps with a gradient-norm spike: a value above `factor` times the median of the `window` values before it.
 
-    The running median of a step is that of the `window` values before it, itself excluded. The first `SPIKE_EARLIER`
-    values have too little before them and are never spikes. A value that is not finite is one wherever it stands, and
-    is left out of the medians.
+    The first `SPIKE_EARLIER` values have too little before them and are never spikes. A value that is not finite is one
+    wherever it stands, and is left out of the medians.
 
     Args:
         norms: by step, not negative.
@@ -218,21 +193,15 @@ def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, wi
     """Token cost of a score: tokens of all steps up to the first at which the running mean reaches the threshold.
 
     Args:
-        tokens: by training step, the tokens of its batch.
+        tokens: of the batch, by training step.
         scores: by step, in order; may be known at some steps only, and at step 0 (before training, at no cost).
-        threshold: in the unit of the scores.
+        threshold: in the unit of the scores; None is returned if it is not reached.
         window: logged scores in the running mean; it is defined once there are that many.
-
-    Returns:
-        Tokens, or None if the threshold is not reached.
     """
     # The exactly rounded mean: a score that equals the threshold reaches it.
     means = scores.rolling(window).apply(statistics.fmean, raw=True)
     reached = means.index[means >= threshold]
     return math.fsum(tokens[tokens.index <= reached[0]]) if len(reached) else None
-
-
-# --- answers to tasks ---------------------------------------------------------------------------------------------
 
 
 def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
@@ -262,12 +231,7 @@ def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
-    It is the probability that `k` samples, drawn from the `n` without replacement, hold a correct one.
-
-    Args:
-        samples: n, samples of the task.
-        correct: c, how many of them are correct.
-        k: size of the draw, at most n.
+    It is the probability that `k` of n `samples`, drawn without replacement, hold one of the c `correct` ones.
 
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.

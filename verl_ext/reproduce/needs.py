@@ -30,15 +30,10 @@ _ENGINE = "actor_rollout_ref.rollout.name"
 
 @dataclass(frozen=True)
 class Lack:
-    """Something that is missing.
+    """Something that is missing."""
 
-    Attributes:
-        what: a few words.
-        remedy: a command or what to do, a sentence.
-    """
-
-    what: str
-    remedy: str
+    what: str  # a few words
+    remedy: str  # a command or what to do, a sentence
 
     def __str__(self) -> str:
         return f"{self.what}: {self.remedy}"
@@ -107,28 +102,17 @@ def lacks(
     found += _data(table, [name for split in splits for name in scale.data.get(split, ())], data, sums)
     hardware = scale.hardware
     if hardware is not None and not environment.get("RAY_ADDRESS"):
-        each = _count(said.get("trainer.n_gpus_per_node"), hardware.gpus_per_node)
-        nodes = _count(said.get("trainer.nnodes"), hardware.nodes)
-        seen = gpus()
+        numbers = ((key, said.get(f"trainer.{key}", "")) for key in ("n_gpus_per_node", "nnodes"))
+        given = {key: int(text) for key, text in numbers if text.isdecimal()}
+        each, nodes = given.get("n_gpus_per_node", hardware.gpus_per_node), given.get("nnodes", hardware.nodes)
+        seen, send = gpus(), "--submit http://HEAD:8265"
         if nodes > 1:
-            found.append(
-                Lack(
-                    f"{nodes} nodes with {each} GPUs each are needed",
-                    "start a Ray cluster on them and give --submit http://HEAD:8265",
-                )
-            )
+            what = f"{nodes} nodes with {each} GPUs each are needed"
+            found.append(Lack(what, f"start a Ray cluster on them and give {send}"))
         elif seen < each:
-            found.append(
-                Lack(
-                    f"{each} GPUs are needed and {seen} are seen",
-                    "run it where they are, send it there with --submit http://HEAD:8265, or try --scale laptop",
-                )
-            )
+            what = f"{each} GPUs are needed and {seen} are seen"
+            found.append(Lack(what, f"run it where they are, send it there with {send}, or try --scale laptop"))
     return found
-
-
-def _count(text: str | None, default: int) -> int:
-    return int(text) if text is not None and text.isdecimal() else default
 
 
 def _data(table: Table, names: Sequence[str], folder: Path | None, sums: bool) -> list[Lack]:

@@ -19,20 +19,13 @@ LEVEL, POWER = 0.95, 0.8
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its confidence interval.
+    """An estimate with the ends of its confidence interval."""
 
-    Attributes:
-        value: the estimate, a mean or a difference of means.
-        low, high: ends of the interval.
-        dof: degrees of freedom of Student's t; infinite where there is no spread at all.
-        detectable: see :func:`detectable`.
-    """
-
-    value: float
+    value: float  # a mean or a difference of means
     low: float
     high: float
-    dof: float
-    detectable: float
+    dof: float  # degrees of freedom of Student's t; infinite where there is no spread at all
+    detectable: float  # see :func:`detectable`
 
     def holds(self, value: float) -> bool:
         """Is `value` inside (ends included, and rounding forgiven)?"""

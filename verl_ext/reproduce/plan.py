@@ -19,6 +19,8 @@ from verl_ext.reproduce.tables import Cell, Scale, Table
 
 PROJECT = "verl_ext"
 _PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")
+_LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
+"""The process that writes the metrics may be on another node, which does not have the launcher's environment."""
 _RUN_LOCAL = (
     "data.seed",
     "actor_rollout_ref.rollout.seed",
@@ -27,6 +29,7 @@ _RUN_LOCAL = (
     "trainer.validation_data_dir",
     "verl_ext.rows_dir",
     "hydra.run.dir",
+    _LOG,
 )
 """Keys that a run gets from its place and seed, so that they cannot tell two configurations apart."""
 
@@ -37,12 +40,8 @@ def data_home() -> Path:
 
 
 def data_file(source: str, folder: Path | str | None = None) -> str:
-    """The parquet file of a data set.
-
-    Args:
-        source: its name in ``sources.yaml``.
-        folder: of the prepared data; a text may hold shell variables. Default: :func:`data_home`.
-    """
+    """The parquet file of a data set of ``sources.yaml`` in a folder (default: :func:`data_home`), which may be a text
+    with shell variables."""
     return f"{data_home() if folder is None else folder}/{source}.parquet"
 
 
@@ -98,26 +97,22 @@ def full_words(
     This is the only place where they are written: `run`, `plan` and the launch scripts take them from here.
 
     Args:
-        table: of the cell.
-        cell: to run.
-        seed: of the order of the data and of the sampling; a text may hold a shell variable.
-        folder: of the run; a text may hold shell variables.
-        data: folder of the prepared data (default: :func:`data_home`); a text may hold shell variables.
+        table, cell: to run.
+        seed: of the order of the data and of the sampling; a text may hold a shell variable, as in the next two.
+        folder: of the run.
+        data: folder of the prepared data (default: :func:`data_home`).
         steps: training steps instead of the table's.
     """
     scale = table.full
     hardware = scale.hardware
     assert hardware is not None  # the loader demands it of a full scale
     steps = scale.steps if steps is None else steps
-    overrides: dict[str, Any] = {}
-    for split in ("train", "val"):
-        if scale.data.get(split):
-            overrides[f"data.{split}_files"] = [data_file(name, data) for name in scale.data[split]]
-    overrides["actor_rollout_ref.model.path"] = scale.models[0]
-    # Without it verl keeps every checkpoint of a run, terabytes with optimizer states; a table may say another number.
-    overrides["trainer.max_actor_ckpt_to_keep"] = 2
+    files = {f"data.{split}_files": scale.data.get(split) for split in ("train", "val")}
     overrides = merged(
-        overrides,
+        {key: [data_file(name, data) for name in names] for key, names in files.items() if names},
+        {"actor_rollout_ref.model.path": scale.models[0]},
+        # verl keeps every checkpoint of a run, terabytes with optimizer states; a table may say another number.
+        {"trainer.max_actor_ckpt_to_keep": 2},
         scale.overrides,
         cell.overrides,
         {
@@ -135,13 +130,7 @@ def full_words(
             **({} if steps is None else {"trainer.total_training_steps": steps}),
         },
     )
-    # The process that writes the metrics may be on another node, which does not have the launcher's environment.
-    variable = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
-    return [
-        f"+recipe=[{','.join(cell.recipe)}]",
-        *words(overrides),
-        f"+{variable}={folder}/metrics.jsonl",
-    ]
+    return [f"+recipe=[{','.join(cell.recipe)}]", *words(overrides), f"+{_LOG}={folder}/metrics.jsonl"]
 
 
 def experiment(table: Table, scale: Scale, cell: Cell, seed: int | str) -> str:
@@ -156,7 +145,7 @@ def laptop_overrides(table: Table, cell: Cell, seed: int, folder: Path) -> list[
     common = {
         "trainer.experiment_name": experiment(table, scale, cell, seed),
         "trainer.validation_data_dir": f"{folder}/validation",
-        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
+        f"+{_LOG}": f"{folder}/metrics.jsonl",
     }
     return words(merged(common, scale.overrides, cell.overrides))
 
@@ -165,12 +154,21 @@ def laptop_demo_words(table: Table, cell: Cell) -> list[str]:
     """A laptop-scale cell as options of `verl-ext demo`: the same run without a table, for people."""
     scale = table.laptop
     assert scale is not None
-    return [
-        "--task", str(scale.task), "--recipe", ",".join(cell.recipe), *words(merged(scale.overrides, cell.overrides)),
-    ]  # fmt: skip
+    own = words(merged(scale.overrides, cell.overrides))
+    return ["--task", str(scale.task), "--recipe", ",".join(cell.recipe), *own]
 
 
-# --- what a configuration is ---------------------------------------------------------------------------------------
+def template(name: str) -> Any:
+    """A text of ``assets``, as a jinja2 template."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("verl_ext.reproduce", "assets"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    ).get_template(name)
 
 
 def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
@@ -178,29 +176,21 @@ def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
 
     Neither the seed nor the number of steps nor any path is in it. Two runs with equal settings belong to one cell.
     """
-    found = {"recipe": ",".join(cell.recipe)}
+    found, names = {"recipe": ",".join(cell.recipe)}, list(cell.recipe)
     if scale.name == "laptop":
         from verl_ext.demo.tasks import TASKS, recipe_list
 
         task = TASKS[str(scale.task)]
         found["task"] = task.name
         found |= {f"task.{key}": hydra_value(value) for key, value in asdict(task.settings).items() if key != "steps"}
-        found |= _keys(task.overrides)
         names = recipe_list(task, cell.recipe)
-        found |= _keys(words(merged(scale.overrides, cell.overrides)))
+        overrides = [*task.overrides, *words(merged(scale.overrides, cell.overrides))]
     else:
-        names = list(cell.recipe)
-        found |= _keys(full_words(table, cell, 0, "", "")[1:])
+        overrides = full_words(table, cell, 0, "", "")[1:]
+    found |= {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
     found |= {f"recipe/{name}.yaml": _content(name) for name in names}
-    hidden = {*_RUN_LOCAL, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"}
-    if scale.steps is not None:
-        hidden.add("trainer.total_training_steps")
+    hidden = {*_RUN_LOCAL, *(() if scale.steps is None else ("trainer.total_training_steps",))}
     return {key: value for key, value in found.items() if key not in hidden}
-
-
-def _keys(overrides: Iterable[str]) -> dict[str, str]:
-    pairs = (override.partition("=") for override in overrides)
-    return {key.lstrip("+"): value for key, _, value in pairs}
 
 
 def _content(recipe: str) -> str:
@@ -215,17 +205,12 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     """What changed from one :func:`settings` to another, a text a key."""
     texts = []
     for key in sorted({*before, *after}):
-        old, new = before.get(key), after.get(key)
-        if old == new:
-            continue
-        if key.startswith("recipe/") and old is not None and new is not None:
-            texts.append(f"the file {key} says something else")
-        else:
-            texts.append(f"{key}: was {'not set' if old is None else old}, is {'not set' if new is None else new}")
+        old, new = before.get(key, "not set"), after.get(key, "not set")
+        if key.startswith("recipe/") and key in before and key in after:
+            texts += [f"the file {key} says something else"] * (old != new)
+        elif old != new:
+            texts.append(f"{key}: was {old}, is {new}")
     return texts
-
-
-# --- cost and text --------------------------------------------------------------------------------------------------
 
 
 def gpu_hours(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> float | None:
@@ -265,35 +250,29 @@ def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int |
     )
 
 
+def _variable(names: Iterable[str]) -> re.Pattern[str]:
+    """``$NAME`` or ``${NAME}`` of the given names."""
+    either = "|".join(map(re.escape, names)) or "(?!)"
+    return re.compile(rf"\$(?:({either})\b|\{{({either})\}})")
+
+
 def expand(override: str, inputs: Mapping[str, str], environment: Mapping[str, str]) -> str:
     """An override with the table's inputs (``$NAME`` or ``${NAME}``) replaced by their values in the environment."""
-    if not inputs:
-        return override
-    names = "|".join(map(re.escape, inputs))
-    return re.sub(
-        rf"\$(?:({names})\b|\{{({names})\}})",
-        lambda match: environment.get(match[1] or match[2], match[0]),
-        override,
-    )
+    return _variable(inputs).sub(lambda match: environment.get(match[1] or match[2], match[0]), override)
 
 
 def shell_word(word: str, variables: Iterable[str] = ()) -> str:
     """A word as a shell reads it: the given variables are left to the shell, all else stands for itself."""
-    names = "|".join(map(re.escape, variables))
-    pattern = rf"\$(?:(?:{names})\b|\{{(?:{names})\}})"
-    if not names or not re.search(pattern, word):
+    kept = list(_variable(variables).finditer(word))
+    if not kept:
         return shlex.quote(word)
-    kept = re.findall(pattern, word)
-    parts = [re.sub(r'([$`"\\])', r"\\\1", part) for part in re.split(pattern, word)]
-    return '"' + "".join(part + variable for part, variable in zip(parts, [*kept, ""], strict=True)) + '"'
+    ends = [0, *(place for match in kept for place in match.span()), len(word)]
+    parts = [word[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    parts[::2] = [re.sub(r'([$`"\\])', r"\\\1", part) for part in parts[::2]]
+    return f'"{"".join(parts)}"'
 
 
 def shown(command: Sequence[str], variables: Iterable[str] = ()) -> str:
-    """A command as a person would type it, a word a line.
-
-    Args:
-        command: words; the first three stand on the first line.
-        variables: names that are left to the shell to fill in.
-    """
+    """A command as a person would type it, a word a line after the first three; `variables` are left to the shell."""
     variables = list(variables)
     return " \\\n    ".join([" ".join(command[:3]), *(shell_word(word, variables) for word in command[3:])])

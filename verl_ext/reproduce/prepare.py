@@ -36,8 +36,6 @@ from verl_ext.reproduce.tables import Table
 SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
 """Files that a local data set may be in."""
 
-# --- reading ------------------------------------------------------------------------------------------------------
-
 
 def candidates(source: Source) -> list[str]:
     """Where a local folder may hold the data set, relative to it, in the order in which they are tried."""
@@ -47,11 +45,8 @@ def candidates(source: Source) -> list[str]:
 
 def local_files(source: Source, folder: Path) -> list[Path]:
     """The data set's files in a local folder; none if it is not there."""
-    for pattern in candidates(source):
-        found = sorted(path for path in folder.glob(pattern) if path.is_file())
-        if found:
-            return found
-    return []
+    found = (sorted(path for path in folder.glob(one) if path.is_file()) for one in candidates(source))
+    return next(filter(None, found), [])
 
 
 def read_file(path: Path) -> Iterator[dict[str, Any]]:
@@ -120,13 +115,10 @@ def _on_hub(source: Source) -> str:
 def both_ways(table: str, source: Source, places: bool = True) -> str:
     """How to get a data set, with and without a network; `places`: say which files a local folder may have."""
     command = f"verl-ext reproduce prepare {table} --only {source.name}"
-    local = f"{command} --from FOLDER"
-    if places:
-        local += f", where FOLDER holds one of: {', '.join(candidates(source))}"
-    return f"Get it with {local}." if source.hub is None else f"With a network: {command}. Without: {local}."
-
-
-# --- converting ---------------------------------------------------------------------------------------------------
+    where = f", where FOLDER holds one of: {', '.join(candidates(source))}" if places else ""
+    if source.hub is None:
+        return f"Get it with {command} --from FOLDER{where}."
+    return f"With a network: {command}. Without: {command} --from FOLDER{where}."
 
 
 def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -> Any:
@@ -140,10 +132,6 @@ def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -
     return value
 
 
-def _text(source: Source, record: Mapping[str, Any], field: str, number: int) -> str:
-    return str(_field(source, record, field, number)).strip()
-
-
 def _texts(source: Source, record: Mapping[str, Any], field: str, number: int) -> list[str]:
     """Texts of a column that holds one or several."""
     value = _field(source, record, field, number)
@@ -155,31 +143,27 @@ def _texts(source: Source, record: Mapping[str, Any], field: str, number: int) -
 
 def _row(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A record as a row of verl's."""
-    at = (source, record)
+
+    def of(field: str) -> Any:
+        return _field(source, record, field, number)
+
     extra: dict[str, Any] = {}
     reward: dict[str, Any] = {"style": "rule"}
-    ability = source.kind
+    ability = source.kind if source.kind in ("math", "qa") else "kernel"
     if source.kind == "math":
-        prompt: Any = _text(*at, "question", number)
-        if not source.name.endswith(PLAIN):
-            prompt = f"{prompt}\n\n{BOXED}"
-        reward["ground_truth"] = ", ".join(_texts(*at, "answer", number))
+        prompt: Any = str(of("question")).strip() + ("" if source.name.endswith(PLAIN) else f"\n\n{BOXED}")
+        reward["ground_truth"] = ", ".join(_texts(source, record, "answer", number))
     elif source.kind == "qa":
-        prompt = _text(*at, "question", number)
-        reward["ground_truth"] = {"target": _texts(*at, "answers", number)}
+        prompt = str(of("question")).strip()
+        reward["ground_truth"] = {"target": _texts(source, record, "answers", number)}
     elif source.kind == "kernel_task":
         # It is in verl's form already: the loop that plays it reads its own fields.
-        prompt = _field(*at, "messages", number)
-        reward = dict(_field(*at, "reward_model", number))
-        extra = {
-            key: one for key, one in dict(record.get(source.columns["extra_info"]) or {}).items() if key != "index"
-        }
-        ability = "kernel"
+        prompt, reward = of("messages"), dict(of("reward_model"))
+        given = dict(record.get(source.columns["extra_info"]) or {})
+        extra = {key: one for key, one in given.items() if key != "index"}
     else:
-        prompt = reward["ground_truth"] = str(_field(*at, "code", number))
-        extra = {"level": int(_field(*at, "level", number)), "name": _text(*at, "name", number)}
-        extra["problem_id"] = int(_field(*at, "number", number))
-        ability = "kernel"
+        prompt = reward["ground_truth"] = str(of("code"))
+        extra = {"level": int(of("level")), "name": str(of("name")).strip(), "problem_id": int(of("number"))}
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
     return {
         "data_source": source.data_source or source.base,
@@ -204,17 +188,12 @@ def environment_rows(source: Source) -> list[dict[str, Any]]:
     return rows
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
 def prepare(
     source: Source, folder: Path, *, local: Path | None = None, table: str = "TABLE", any_count: bool = False
 ) -> dict[str, Any]:
-    """Prepare a data set, unless it is there.
+    """Prepare a data set in `folder`, unless it is there.
 
     Args:
-        source: what.
-        folder: of prepared data sets.
         local: folder with the originals; None: from the hub.
         table: for messages.
         any_count: take another number of rows than the expected one.
@@ -249,16 +228,9 @@ def prepare(
                 f"{source.name}: {origin} gives {count} rows; {source.rows} are expected ({source.certainty}). It may "
                 "be cut short or another edition. To take it as it is, add --any-count."
             )
-        manifest = {
-            "name": source.name,
-            "rows": count,
-            "expected": source.rows,
-            "certainty": source.certainty,
-            "sha256": digest_of(work),
-            "definition": source.digest,
-            "origin": origin,
-            "license": source.license,
-        }
+        about = {"name": source.name, "rows": count, "expected": source.rows, "certainty": source.certainty}
+        sums = {"sha256": digest_of(work), "definition": source.digest}
+        manifest = {**about, **sums, "origin": origin, "license": source.license}
         os.replace(work, path)
     finally:
         work.unlink(missing_ok=True)
@@ -328,9 +300,6 @@ def _write_corpus(source: Source, records: Iterable[Mapping[str, Any]], path: Pa
     return count
 
 
-# --- the command --------------------------------------------------------------------------------------------------
-
-
 def names_of(table: Table, only: Sequence[str] | str | None = None) -> list[str]:
     """Data sets of a table, or those of them that are named (and a corpus that the table may want).
 
@@ -356,12 +325,10 @@ def main(
     out: Path | None = None,
     any_count: bool = False,
 ) -> int:
-    """Prepare the data sets of a table and say what was done.
+    """Prepare the data sets of a table, or those in `only`, and say what was done.
 
     Args:
-        table: whose data sets.
         source: local folder with the originals; None: from the hub.
-        only: names of data sets; None: all of the table.
         out: folder of prepared data sets; None: :func:`verl_ext.reproduce.plan.data_home`.
         any_count: take another number of rows than the expected one.
 

@@ -16,6 +16,7 @@ import numpy
 import pandas
 
 from verl_ext.reproduce.collect import AGENT_SPIKE, FIGURE_WINDOW, CollectError, Result, collect, summarised
+from verl_ext.reproduce.plan import template
 from verl_ext.reproduce.tables import MetricSpec, Scale, Table
 
 LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number"
@@ -39,10 +40,7 @@ PANELS_A_ROW = 3
 
 
 def main(table: Table, scale: str, out: Path) -> int:
-    """Collect a table, write its four files and print it.
-
-    Args:
-        table, scale, out: as in `collect`.
+    """Collect a table (see `collect`), write its four files and print it.
 
     Returns:
         0, or 1 if there is nothing to collect.
@@ -55,10 +53,10 @@ def main(table: Table, scale: str, out: Path) -> int:
     page = markdown(result)
     result.folder.mkdir(parents=True, exist_ok=True)
     paths = [result.folder / name for name in NAMES]
-    paths[0].write_text(page, encoding="utf-8")
-    paths[1].write_text(csv_text(result), encoding="utf-8")
-    paths[2].write_text(json.dumps(plain(result), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw(result, paths[3])
+    texts = (page, csv_text(result), json.dumps(plain(result), indent=2, allow_nan=False) + "\n")
+    for path, text in zip(paths, texts, strict=False):
+        path.write_text(text, encoding="utf-8")
+    draw(result, paths[-1])
     print("\n".join([page, *map(str, paths)]))
     return 0
 
@@ -68,18 +66,11 @@ def caption(result: Result) -> str:
     return LAPTOP if result.scale.name == "laptop" else FULL
 
 
-# --- numbers as text ----------------------------------------------------------------------------------------------
-
-
 def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
-    """A value with its metric's digits.
+    """A value in its metric's shown unit, with the metric's digits; ``-`` for None or NaN.
 
-    Args:
-        value: in the metric's shown unit; None or NaN gives ``-``.
-        spec: the metric.
-        sign: write a sign always.
-        size: magnitude of the numbers that stand together (default: of the value). Where the metric's digits would
-            show them all as 0, they are written with an exponent.
+    `size` is the magnitude of the numbers that stand together (default: of the value). Where the metric's digits would
+    show them all as 0, they are written with an exponent.
     """
     if value is None or not math.isfinite(value):
         return "-"
@@ -115,27 +106,16 @@ def head(spec: MetricSpec) -> str:
     return f"{spec.label}{' (%)' if spec.percent else ''}{arrow}"
 
 
-# --- Markdown -----------------------------------------------------------------------------------------------------
-
-
 def markdown(result: Result) -> str:
     """The table as a Markdown page: cells by metrics, differences, the paper's numbers, seeds, versions, commands.
 
     Its text is ``assets/table.md.jinja``.
     """
-    import jinja2
-
     table, scale, full = result.table, result.scale, result.table.full
-    pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("verl_ext.reproduce", "assets"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    pages.filters["line"] = _inline
     alone = [one for one in table.published if not full.cells[one.cell].runnable]
     beside = [row for row in result.beside.itertuples() if full.cells[row.cell].runnable]
-    page = pages.get_template("table.md.jinja").render(
+    page = template("table.md.jinja").render(
+        line=_inline,
         table=table,
         scale=scale,
         laptop=scale.name == "laptop",
@@ -235,10 +215,7 @@ def _published_rows(published: Sequence[Any], scale: Scale) -> str:
 def _figure_rows(result: Result, what: str) -> tuple[str, str]:
     """The figures of agents or levels as a table, empty if there are none, and what they are."""
     own = result.figures[result.figures["what"] == what]
-    names = [
-        *own.loc[own["figure"] != AGENT_SPIKE, "figure"].unique(),
-        *own.loc[own["figure"] == AGENT_SPIKE, "figure"][:1],
-    ]
+    names = sorted(own["figure"].unique(), key=lambda name: name == AGENT_SPIKE)
     spec = MetricSpec(name="", label="", kind="last", options={})
     found = summarised(own, ["cell", "owner", "figure"])
     rows = []
@@ -285,9 +262,6 @@ def _inline(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-# --- CSV and JSON -------------------------------------------------------------------------------------------------
-
-
 def csv_text(result: Result) -> str:
     """One line a cell and metric, or more where it is set against several cells or published several times.
 
@@ -316,14 +290,8 @@ def csv_text(result: Result) -> str:
 def plain(result: Result) -> dict[str, Any]:
     """The table as plain containers for JSON: its frames as lists of rows; what is unknown is null."""
     table, scale = result.table, result.scale
-    frames = {
-        "values": result.values,
-        "summary": result.summary.reset_index(),
-        "differences": result.differences,
-        "beside": result.beside,
-        "steps": result.ends,
-        "figures": result.figures,
-    }
+    frames = {name: getattr(result, name) for name in ("values", "differences", "beside", "figures")}
+    frames |= {"summary": result.summary.reset_index(), "steps": result.ends}
     return {
         "table": table.name,
         **{key: getattr(table, key) for key in ("title", "paper", "claim")},
@@ -337,9 +305,6 @@ def plain(result: Result) -> dict[str, Any]:
         **{key: json.loads(frame.to_json(orient="records", double_precision=15)) for key, frame in frames.items()},
         **{key: getattr(result, key) for key in ("versions", "dates", "problems", "commands")},
     }
-
-
-# --- picture ------------------------------------------------------------------------------------------------------
 
 
 def draw(result: Result, path: Path) -> None:
@@ -397,11 +362,10 @@ def _draw_curve(axis: Any, own: pandas.DataFrame, width: int, *, color: str, lab
 def _paper_marks(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
     """The paper's values of a metric by cell, with certainty; a difference is put on top of our baseline's mean."""
     marks: dict[str, dict[str, tuple[float, str]]] = {}
-    means = result.summary["mean"]
     for one in result.beside.itertuples():
         value = one.value
         if one.relative_to:
-            base = means.get((one.relative_to, one.metric), math.nan)
+            base = result.summary["mean"].get((one.relative_to, one.metric), math.nan)
             value = base * (1 + value / 100) if one.ratio else base + value
         if math.isfinite(value):
             marks.setdefault(one.metric, {}).setdefault(one.cell, (value, one.certainty))

@@ -62,10 +62,8 @@ class Job:
 def jobs(request: Request) -> list[Job]:
     """The runs of cells and seeds, all cells of a seed before the next seed: an interrupted table has fewer seeds.
 
-    Nothing is written.
-
     Raises:
-        RunError: a run folder holds something else, or was begun with other settings.
+        RunError: a run folder holds something else, or was begun with other settings. Nothing is written either way.
     """
     one, found = request, []
     for seed in one.seeds:
@@ -82,8 +80,7 @@ def run_cell(request: Request, job: Job) -> int:
         The exit code of verl's trainer; 130 after Ctrl-C; 1 if the trainer ended before its last step.
 
     Raises:
-        RunError: the folder cannot be used, or another process is at it.
-        ImportError: a package is missing to make the model and data of the laptop scale.
+        RunError, ImportError: the folder cannot be used, another process is at it, or a package is missing.
     """
     one, steps = request, request.steps
     with runs.locked(job.folder):

@@ -35,22 +35,14 @@ class RunError(Failure):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run folder.
-
-    Attributes:
-        path: the folder.
-        cell, seed: by its place.
-        record: content of ``cell.json``; empty if it is missing or cannot be read.
-        steps: last training step in its metrics; 0 for none.
-        problems: why it is no run of this cell and seed with the table's settings, a sentence each.
-    """
+    """One run folder; cell and seed are those that its place says."""
 
     path: Path
     cell: str
     seed: int
-    record: Mapping[str, Any]
-    steps: int
-    problems: Sequence[str]
+    record: Mapping[str, Any]  # content of ``cell.json``; empty if it is missing or cannot be read
+    steps: int  # last training step in its metrics; 0 for none
+    problems: Sequence[str]  # why it is no run of this cell and seed with the table's settings, a sentence each
 
     @property
     def complete(self) -> bool:
@@ -107,13 +99,7 @@ def identity(table: Table, scale: Scale, cell: str, seed: int) -> dict[str, Any]
 
 
 def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings: Mapping[str, str] | None) -> RunFolder:
-    """A run folder, which need not exist.
-
-    Args:
-        path: the folder.
-        table, scale, cell, seed: what it has to hold.
-        settings: that the table has now, of :func:`verl_ext.reproduce.plan.settings`; None: there is no such cell.
-    """
+    """A run folder, which need not exist; `settings` are those that the table has now, None for no such cell."""
     record: dict[str, Any] = {}
     problems = []
     try:
@@ -139,7 +125,6 @@ def examine(
     """Look at the folder of a run that is to be started; nothing is written.
 
     Args:
-        table, scale, cell, seed: of the run.
         steps: that are asked for; None: the configuration decides.
         extra: overrides of the user.
         out: folder of all runs.
@@ -165,14 +150,7 @@ def examine(
 def begin(
     table: Table, scale: Scale, cell: Cell, seed: int, *, steps: int | None, extra: Sequence[str], out: Path | str
 ) -> Path:
-    """Make the folder of a run that is about to start, or note in it that the run goes on.
-
-    Returns:
-        The folder.
-
-    Raises:
-        RunError: see :func:`examine`.
-    """
+    """Make the folder of a run that is about to start, or note in it that the run goes on; see :func:`examine`."""
     run, _ = examine(table, scale, cell, seed, steps=steps, extra=extra, out=out)
     run.path.mkdir(parents=True, exist_ok=True)
     record = {
@@ -193,7 +171,6 @@ def end(folder: Path, state: str, code: int, seconds: float) -> None:
     """Note how a run ended.
 
     Args:
-        folder: of the run.
         state: `COMPLETE`, `FAILED`, or `STARTED` for one that was interrupted and goes on another time.
         code: exit code of the trainer.
         seconds: that this start took; they add up over resumes.

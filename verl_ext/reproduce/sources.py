@@ -46,8 +46,8 @@ class Source:
     name: str  # as tables say it, :data:`PLAIN` included
     title: str  # for people
     kind: str  # how a record becomes a row
-    rows: int | None  # to be written; None: not known
     certainty: str  # of `rows`
+    rows: int | None = None  # to be written; None: not known
     # Arguments of ``datasets.load_dataset``; without `hub` a hub has it not.
     hub: str | None = None
     config: str | None = None
@@ -79,7 +79,11 @@ class Source:
 @functools.cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
     with importlib.resources.as_file(importlib.resources.files("verl_ext.reproduce") / "sources.yaml") as path:
-        return load_yaml(path)
+        content = load_yaml(path)
+    whole = {name: {**content.get(one.pop("extends", None), {}), **one} for name, one in content.items()}
+    for one in whole.values():
+        one["files"] = [file.format_map(one) for file in one.get("files", ())]
+    return whole
 
 
 def source_names() -> list[str]:
@@ -103,9 +107,6 @@ def find_source(name: str) -> Source:
     if lacking:
         raise PrepareError(f"sources.yaml: {name}: columns lack {', '.join(lacking)}")
     return source
-
-
-# --- what is there ------------------------------------------------------------------------------------------------
 
 
 def target_of(source: Source, folder: Path) -> Path:

@@ -44,10 +44,7 @@ class Task:
 
 
 def client(address: str) -> Any:
-    """Ray's job client.
-
-    Args:
-        address: of the cluster's dashboard, such as ``http://127.0.0.1:8265``.
+    """Ray's job client of the cluster whose dashboard has an address such as ``http://127.0.0.1:8265``.
 
     Raises:
         SubmitError: nothing answers there.
@@ -67,17 +64,32 @@ def client(address: str) -> Any:
 
 def attempts(server: Any, name: str) -> dict[int, Any]:
     """Jobs of this name that the cluster remembers, by the number of the attempt, in order."""
-    found = {}
-    for job in server.list_jobs():
-        match = re.fullmatch(re.escape(name) + r"(?:\.(\d+))?", job.submission_id or "")
-        if match:
-            found[int(match[1] or 1)] = job
-    return {number: found[number] for number in sorted(found)}
+    ids = [
+        (re.fullmatch(re.escape(name) + r"(?:\.(\d+))?", job.submission_id or ""), job) for job in server.list_jobs()
+    ]
+    found = {int(match[1] or 1): job for match, job in ids if match}
+    return dict(sorted(found.items()))
 
 
 def state_of(job: Any) -> str:
     """State of a job as a word."""
     return str(getattr(job.status, "value", job.status))
+
+
+def _asked(ask: Callable[[], Any], said: str, interval: float, again: str = "") -> Any:
+    """The cluster's answer; it is asked again after `interval` seconds if the error holds the text `again`.
+
+    Raises:
+        SubmitError: `said`, with the error in its place, which has lasted.
+    """
+    for left in reversed(range(PATIENCE)):
+        try:
+            return ask()
+        except (RuntimeError, ValueError, OSError) as error:
+            text = " ".join(str(error).split())[:400]
+            if left == 0 or again not in text:
+                raise SubmitError(said.format(text)) from error
+        time.sleep(interval)
 
 
 def submit_one(server: Any, task: Task) -> tuple[str, bool]:
@@ -100,36 +112,22 @@ def submit_one(server: Any, task: Task) -> tuple[str, bool]:
         return str(last.submission_id), False
     number = 1 + max(before, default=0)
     job_id = task.name if number == 1 else f"{task.name}.{number}"
-    for left in reversed(range(PATIENCE)):
-        try:
-            server.submit_job(
-                entrypoint=task.entrypoint,
-                submission_id=job_id,
-                runtime_env={"env_vars": dict(task.environment)},
-                metadata={"name": task.name},
-            )
-            break
-        except (RuntimeError, ValueError, OSError) as error:
-            text = " ".join(str(error).split())[:400]
-            # A cluster that has just been started says so until its agents are there.
-            if left == 0 or "try again later" not in text:
-                raise SubmitError(f"the cluster refuses {job_id}: {text}") from error
-            print(f"{job_id}: the cluster is not ready yet", flush=True)
-            time.sleep(2.0)
+    more = {"runtime_env": {"env_vars": dict(task.environment)}, "metadata": {"name": task.name}}
+    _asked(
+        lambda: server.submit_job(entrypoint=task.entrypoint, submission_id=job_id, **more),
+        f"the cluster refuses {job_id}: {{}}",
+        interval=2.0,
+        again="try again later",  # so says a cluster that has just been started, until its agents are there
+    )
     return job_id, True
 
 
 def submit(
     server: Any, tasks: Sequence[Task], *, wait: bool = True, at_once: int = 1, interval: float = 2.0
 ) -> dict[str, str]:
-    """Submit jobs, at most some at once, show how they go, and wait for them.
+    """Submit jobs in order, at most `at_once` at a time, show how they go and wait for them; without `wait` submit all.
 
-    Args:
-        server: of :func:`client`.
-        tasks: in order.
-        wait: False: submit all of them now and return.
-        at_once: jobs that may run at the same time; verl wants the GPUs that it asks for to be free when it starts.
-        interval: seconds between two looks.
+    The cluster is looked at every `interval` seconds.
 
     Returns:
         Job id to its last known state.
@@ -149,8 +147,7 @@ def submit(
             running[job_id] = task
         for job_id, task in list(running.items()):
             info = look(server, job_id, interval)
-            states[job_id] = state_of(info)
-            text = states[job_id]
+            text = states[job_id] = state_of(info)
             if text == "RUNNING" and task.progress is not None:
                 text = f"{text}, {task.progress()}"
             if shown.get(job_id) != text:
@@ -174,15 +171,8 @@ def look(server: Any, job_id: str, interval: float) -> Any:
     Raises:
         SubmitError: it does not answer, or does not know the job.
     """
-    for left in reversed(range(PATIENCE)):
-        try:
-            return server.get_job_info(job_id)
-        except (RuntimeError, OSError) as error:
-            if left == 0:
-                text = " ".join(str(error).split())[:400]
-                raise SubmitError(f"the cluster no longer answers for {job_id} ({text}); the job may go on") from error
-            time.sleep(interval)
-    return None
+    said = f"the cluster no longer answers for {job_id} ({{}}); the job may go on"
+    return _asked(lambda: server.get_job_info(job_id), said, interval)
 
 
 def tasks_of(request: Request) -> list[Task]:
@@ -192,9 +182,8 @@ def tasks_of(request: Request) -> list[Task]:
         RunError: see :func:`verl_ext.reproduce.run.jobs`.
     """
     table, scale, steps = request.table, request.scale, request.steps
-    environment = {name: os.environ[name] for name in scale.needs.inputs if os.environ.get(name)}
-    if os.environ.get("VERL_EXT_HOME"):
-        environment["VERL_EXT_HOME"] = os.environ["VERL_EXT_HOME"]
+    names = (*scale.needs.inputs, "VERL_EXT_HOME")
+    environment = {name: os.environ[name] for name in names if os.environ.get(name)}
     found = []
     for job in jobs(request):
         if job.done:
@@ -218,12 +207,7 @@ def tasks_of(request: Request) -> list[Task]:
 
 
 def main(request: Request, address: str, *, wait: bool = True, at_once: int = 1) -> int:
-    """Submit cells and seeds of a table, wait for them and collect the table.
-
-    Args:
-        request: cells and seeds.
-        address: see :func:`client`.
-        wait, at_once: see :func:`submit`.
+    """Submit cells and seeds of a table to the cluster at `address`, wait for them and collect the table.
 
     Returns:
         0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.

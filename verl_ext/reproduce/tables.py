@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    GetPydanticSchema,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -54,7 +47,7 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     )
 }
 """Kinds of metrics, each with the options that it requires and those that it may have; what they compute is in
-:mod:`verl_ext.reproduce.collect`."""
+:mod:`verl_ext.reproduce.metrics`."""
 
 
 class TableError(RecipeError):
@@ -63,9 +56,6 @@ class TableError(RecipeError):
 
 class UnknownTableError(TableError, UsageError):
     """No table, cell or scale has this name; the message lists the known ones."""
-
-
-# --- what stands in a file ------------------------------------------------------------------------------------------
 
 
 def _wrong(key: str, text: str) -> PydanticCustomError:

@@ -8,6 +8,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from verl_ext import live
 from verl_ext.overrides import positive
 from verl_ext.transcripts import page
 from verl_ext.transcripts.read import OUTCOMES, Choice, TranscriptError, as_text, listing, read, step_files
@@ -41,6 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"at most so many trajectories, the last ones (default: {LIST_LIMIT} in the list, {PAGE_LIMIT} on a page)",
     )
+    live.argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,31 +52,42 @@ def run(args: argparse.Namespace) -> int:
         TranscriptError: there are none.
     """
     choice = Choice(steps=args.step, trajectory=args.trajectory, agent=args.agent, outcome=args.outcome)
-    if args.html is None and choice.steps is None and not choice.trajectory:
-        last = max(step_files(args.run))
-        choice = dataclasses.replace(choice, steps=(last, last))
-    records = read(args.run, choice)
-    limit = args.limit or (LIST_LIMIT if args.html is None else PAGE_LIMIT)
-    chosen = records[-limit:]
-    note = f"the last {len(chosen)} of {len(records)} trajectories; --limit {len(records)} shows all"
+    if args.watch is not None:
+        return live.watch(lambda: _page(args, choice)[0], args.watch)
     if args.html is not None:
         if args.html.suffix.lower() not in (".html", ".htm"):
             raise TranscriptError(f"--html {args.html}: name a file that ends in .html")
+        text, shown, found = _page(args, choice)
         args.html.parent.mkdir(parents=True, exist_ok=True)
-        text = page.render(chosen, f"Rollouts of {args.run.resolve().name}")
         args.html.write_text(text, encoding="utf-8")
-        print(f"{args.html}: {len(chosen)} trajectories, {len(text.encode()) / 1e6:.1f} MB")
-        if len(chosen) < len(records):
-            print(note)
+        print(f"{args.html}: {shown} trajectories, {len(text.encode()) / 1e6:.1f} MB")
+        if shown < found:
+            print(_note(shown, found))
         return 0
+    if choice.steps is None and not choice.trajectory:
+        last = max(step_files(args.run))
+        choice = dataclasses.replace(choice, steps=(last, last))
+    records = read(args.run, choice)
+    chosen = records[-(args.limit or LIST_LIMIT) :]
     if len(records) == 1 or (args.trajectory and len({record["trajectory"] for record in records}) == 1):
         print("\n\n".join(as_text(record, full=args.full) for record in chosen))
         return 0
     print(listing(chosen))
     if len(chosen) < len(records):
-        print(note)
+        print(_note(len(chosen), len(records)))
     print("\nOne of them: --trajectory ID. All in a browser: --html FILE.html")
     return 0
+
+
+def _page(args: argparse.Namespace, choice: Choice) -> tuple[str, int, int]:
+    """The page of the transcripts as they are now, how many it shows, and of how many."""
+    records = read(args.run, choice)
+    chosen = records[-(args.limit or PAGE_LIMIT) :]
+    return page.render(chosen, f"Rollouts of {args.run.resolve().name}"), len(chosen), len(records)
+
+
+def _note(shown: int, found: int) -> str:
+    return f"the last {shown} of {found} trajectories; --limit {found} shows all"
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -16,12 +16,7 @@ from verl_ext.transcripts.read import OUTCOMES, new_part
 
 
 def render(records: Sequence[Mapping[str, Any]], title: str) -> str:
-    """The page.
-
-    Args:
-        records: transcripts, as `verl_ext.transcripts.read.read` returns them.
-        title: of the page.
-    """
+    """The page of transcripts, as `verl_ext.transcripts.read.read` returns them."""
     outcomes = "".join(f'<option value="{name}">{name}</option>' for name in OUTCOMES)
     return page("verl_ext.transcripts", title=title, data=[_condensed(record) for record in records], outcomes=outcomes)
 

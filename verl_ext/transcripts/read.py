@@ -22,15 +22,12 @@ class TranscriptError(Failure):
 
 
 def outcome_of(failure: str, success: float | None, reward: float) -> str:
-    """How a trajectory ended.
+    """How a trajectory ended: ``error`` with a failure, else ``success`` or ``failure``.
 
     Args:
         failure: why the trajectory could not be carried on (environment died, retriever down, ...), or empty.
-        success: what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or None.
-        reward: the trajectory's reward, which decides where the loop says nothing.
-
-    Returns:
-        ``error`` with a failure, else ``success`` (at least one half, or a reward above 0) or ``failure``.
+        success: what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or None; from one half on.
+        reward: the trajectory's reward, which decides (above 0) where the loop says nothing.
     """
     if failure:
         return "error"
@@ -39,19 +36,12 @@ def outcome_of(failure: str, success: float | None, reward: float) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which trajectories are wanted; None and empty mean any.
+    """Which trajectories are wanted; None and empty mean any."""
 
-    Attributes:
-        steps: first and last training step.
-        trajectory: id, or the beginning of one; ``abc_2`` also means sample 2 of the prompt whose uid begins with abc.
-        agent: name of an agent that speaks in it.
-        outcome: one of `OUTCOMES`.
-    """
-
-    steps: tuple[int, int] | None = None
-    trajectory: str = ""
-    agent: str = ""
-    outcome: str = ""
+    steps: tuple[int, int] | None = None  # first and last training step
+    trajectory: str = ""  # id or its beginning; ``abc_2`` also means sample 2 of the prompt whose uid begins with abc
+    agent: str = ""  # name of an agent that speaks in it
+    outcome: str = ""  # one of `OUTCOMES`
 
     def wants(self, record: Mapping[str, Any]) -> bool:
         """Whether a record is chosen."""
@@ -71,10 +61,7 @@ def _named(trajectory: str, wanted: str) -> bool:
 
 
 def step_files(run: str | Path) -> dict[int, Path]:
-    """Files of transcripts by step, ascending.
-
-    Args:
-        run: folder of a run, whose transcripts are in ``rollouts``; the folder of transcripts itself; or one file.
+    """Files of transcripts by step, ascending: of a run (in its ``rollouts``), a folder of transcripts, or one file.
 
     Raises:
         TranscriptError: there are none.
@@ -148,9 +135,6 @@ def _ranges(steps: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
-
-
 def new_part(turn: Mapping[str, Any], before: Mapping[str, Any] | None) -> tuple[bool, str]:
     """The prompt of a turn without what the turn before already shows.
 
@@ -186,24 +170,16 @@ def listing(records: Sequence[Mapping[str, Any]]) -> str:
     rows = [("STEP", "TRAJECTORY", "OUTCOME", "REWARD", "TURNS", "AGENTS", "LAST RESPONSE")]
     for record in records:
         agents = ",".join(visible(name) for name in record["agents"])
-        last = " ".join(visible(record["turns"][-1]["response"]).split())
+        last = textwrap.shorten(visible(record["turns"][-1]["response"]), 60, placeholder=" ...")
         outcome = record["outcome"] + (f" ({visible(record['failure'])})" if record["failure"] else "")
         cells = (str(record["step"]), short(record["trajectory"]), outcome, _number(record["reward"]))
-        rows.append((*cells, str(len(record["turns"])), agents, textwrap.shorten(last, 60, placeholder=" ...")))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:6], widths, strict=True)), row[6]]).rstrip()
-        for row in rows
-    )
+        rows.append((*cells, str(len(record["turns"])), agents, last))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def as_text(record: Mapping[str, Any], full: bool = False) -> str:
-    """One trajectory to read.
-
-    Args:
-        record: a transcript.
-        full: repeat in each prompt what the turns before already show.
-    """
+    """One trajectory to read; `full` repeats in each prompt what the turns before already show."""
     agents = f", agents {', '.join(visible(name) for name in record['agents'])}" if record["agents"] else ""
     ended = visible(record["failure"] or record["stop_reason"])
     lines = [

@@ -24,6 +24,7 @@ _ROW_FIELDS = frozenset(
     ("turn_reward", "agent_id", "anchor_obs", "is_action_valid", "valid_row", "action", "failure", "stop_reason")
 )
 _ENGINE_FIELDS = frozenset(("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info"))
+Decode = Callable[[list[list[int]]], list[str]]
 _LONGEST_QUEUE = 2
 """Steps that may wait to be written before the trainer waits for them."""
 
@@ -131,16 +132,22 @@ class TranscriptWriter:
     Args:
         folder: made if it is not there.
         decode: texts of several lists of token ids, as ``tokenizer.batch_decode`` gives them.
+        others: the same for models that have a tokenizer of their own, by name.
     """
 
-    def __init__(self, folder: str | Path, decode: Callable[[list[list[int]]], list[str]]) -> None:
+    def __init__(self, folder: str | Path, decode: Decode, others: Mapping[str, Decode] | None = None) -> None:
         self.folder = Path(folder)
-        self.decode = decode
+        self.decode, self.others = decode, others or {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transcripts")
         self._pending: list[Future[None]] = []
 
     def add(
-        self, records: Sequence[dict[str, Any]], prompts: Sequence[Any], responses: Sequence[Any], start: bool
+        self,
+        records: Sequence[dict[str, Any]],
+        prompts: Sequence[Any],
+        responses: Sequence[Any],
+        start: bool,
+        models: Sequence[str] | None = None,
     ) -> None:
         """Have the records of one batch written, soon.
 
@@ -148,10 +155,11 @@ class TranscriptWriter:
             records: what `trajectories` returns.
             prompts, responses: [B] token ids of each row: one-dimensional tensors or lists.
             start: True for the first batch of its step, which replaces a file left by a run that was killed.
+            models: [B] whose tokens they are; None: all of the model that `decode` is of.
         """
         while len(self._pending) >= _LONGEST_QUEUE:
             self._take(self._pending.pop(0))
-        self._pending.append(self._executor.submit(self._write, records, prompts, responses, start))
+        self._pending.append(self._executor.submit(self._write, records, prompts, responses, start, models))
 
     def close(self) -> None:
         """Wait until all is written."""
@@ -168,12 +176,21 @@ class TranscriptWriter:
             logger.exception("transcripts could not be written to %s (verl_ext.rollouts_dir)", self.folder)
 
     def _write(
-        self, records: Sequence[dict[str, Any]], prompts: Sequence[Any], responses: Sequence[Any], start: bool
+        self,
+        records: Sequence[dict[str, Any]],
+        prompts: Sequence[Any],
+        responses: Sequence[Any],
+        start: bool,
+        models: Sequence[str] | None,
     ) -> None:
-        rows = [turn["row"] for record in records for turn in record["turns"]]
-        asked = self.decode([_ids(prompts[row]) for row in rows])
-        answered = self.decode([_ids(responses[row]) for row in rows])
-        texts = dict(zip(rows, zip(asked, answered, strict=True), strict=True))
+        rows_of: dict[str, list[int]] = {}
+        for row in [turn["row"] for record in records for turn in record["turns"]]:
+            rows_of.setdefault("" if models is None else models[row], []).append(row)
+        texts: dict[int, tuple[str, str]] = {}
+        for name, rows in rows_of.items():
+            decode = self.others.get(name, self.decode)
+            asked, answered = (decode([_ids(column[row]) for row in rows]) for column in (prompts, responses))
+            texts.update(zip(rows, zip(asked, answered, strict=True), strict=True))
         for record in records:
             for turn in record["turns"]:
                 row = turn.pop("row")

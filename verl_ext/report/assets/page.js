@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts in SVG, drawn from the numbers in the page; see verl_ext/report/page.py and data.py.
+// Charts in SVG, drawn from the numbers in the page; see verl_ext/html_page.py and report/data.py.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
@@ -16,6 +16,13 @@ function make(tag, className, text) {
   const node = document.createElement(tag);
   if (className) node.className = className;
   if (text !== undefined) node.textContent = text;
+  return node;
+}
+function button(className, text, act, title) {
+  const node = make("button", className, text);
+  node.type = "button";
+  if (title) node.title = title;
+  node.addEventListener("click", act);
   return node;
 }
 function draw(tag, attributes, parent) {
@@ -121,11 +128,9 @@ function edges(line, point) {
 
 function ticks(low, high, about) {
   const rough = (high - low) / about, size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * [1, 2, 5, 10].find(one => one * size >= rough);
-  const out = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++)
-    out.push(Number((k * step).toPrecision(12)));
-  return out;
+  const step = size * [1, 2, 5, 10].find(one => one * size >= rough), from = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - from + 1 },
+    (_, k) => Number(((from + k) * step).toPrecision(12)));
 }
 function logTicks(low, high) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
@@ -202,20 +207,19 @@ function paint(panel) {
     data.axes.find(axis => axis.name === state.x).label;
   const area = draw("svg", { x: LEFT, y: TOP, width: inner, height: tall, overflow: "hidden" }, svg);
   area.setAttribute("viewBox", "0 0 " + inner + " " + tall);
-  const spot = point => X(point.x).toFixed(1) + "," + Y(point.v).toFixed(1);
+  const spot = (point, v = point.v) => X(point.x).toFixed(1) + "," + Y(v).toFixed(1);
   for (const line of all) {
-    const known = line.points.filter(point => good(point.v));
-    const wide = known.some(point => edges(line, point)[0] < edges(line, point)[1]);
-    if (wide) for (const piece of pieces(line.points, good)) {
-      const up = piece.map(point => X(point.x).toFixed(1) + "," + Y(edges(line, point)[1]).toFixed(1));
-      const down = piece.map(point => X(point.x).toFixed(1) + "," + Y(cut(edges(line, point)[0])).toFixed(1)).reverse();
+    const all = pieces(line.points, good), wide = point => edges(line, point)[0] < edges(line, point)[1];
+    if (all.some(piece => piece.some(wide))) for (const piece of all) {
+      const up = piece.map(point => spot(point, edges(line, point)[1]));
+      const down = piece.map(point => spot(point, cut(edges(line, point)[0]))).reverse();
       const d = "M" + up.concat(down).join("L") + "Z";
       draw("path", { d, fill: line.colour, "fill-opacity": 0.18, class: "band" }, area);
     }
   }
   if (state.smooth > 1) for (const line of lines(metric, 1))
     for (const piece of pieces(line.points, good))
-      draw("path", { d: "M" + piece.map(spot).join("L"), fill: "none", stroke: line.colour, "stroke-opacity": 0.3,
+      draw("path", { d: "M" + piece.map(point => spot(point)).join("L"), fill: "none", stroke: line.colour, "stroke-opacity": 0.3,
         class: "raw" }, area);
   for (const line of all) {
     const count = line.points.length;
@@ -226,7 +230,7 @@ function paint(panel) {
         const fewer = j => Math.min(piece[j].seeds, piece[j - 1].seeds) < line.most;
         if (k < piece.length && (k === 1 || fewer(k) === fewer(k - 1))) continue;
         const partial = piece.length > 1 && fewer(k - 1);
-        if (k - from > 1) draw("path", { d: "M" + piece.slice(from, k).map(spot).join("L"), fill: "none",
+        if (k - from > 1) draw("path", { d: "M" + piece.slice(from, k).map(point => spot(point)).join("L"), fill: "none",
           stroke: line.colour, "stroke-width": 1.8, "stroke-linejoin": "round",
           "stroke-dasharray": partial ? "1.5 2.5" : line.dash, class: "line" }, area);
         from = k - 1;
@@ -270,9 +274,10 @@ function hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]) {
   svg.addEventListener("pointerleave", leave);
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect(), at = event.clientX - box.left - LEFT;
-    const near = all.map(line => ({ line, point: nearest(line.points, at, X) })).filter(one => one.point);
+    const away = point => Math.abs(X(point.x) - at);
+    const near = all.map(line => ({ line, point: nearest(line.points, away) })).filter(one => one.point);
     if (!near.length || at < -10 || at > inner + 10) return leave();
-    const best = near.reduce((a, b) => Math.abs(X(b.point.x) - at) < Math.abs(X(a.point.x) - at) ? b : a).point;
+    const best = nearest(near.map(one => one.point), away);
     const x = X(best.x);
     tip.replaceChildren(make("strong", "", state.x === "step" ? "step " + number(best.step, 7)
       : short(best.x) + " " + data.axes.find(axis => axis.name === state.x).unit + ", step " + number(best.step, 7)));
@@ -301,34 +306,21 @@ function hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]) {
     tip.style.top = TOP + "px";
   });
 }
-function nearest(all, at, X) {
-  let best = null;
-  for (const point of all) if (!best || Math.abs(X(point.x) - at) < Math.abs(X(best.x) - at)) best = point;
-  return best;
+function nearest(all, away) {
+  return all.reduce((best, one) => best && away(best) <= away(one) ? best : one, null);
 }
 
 // ---- page --------------------------------------------------------------------------------------------------------
 
 function panelOf(title, metric, chosen) {
   const figure = make("figure", "panel"), caption = make("figcaption"), text = make("div");
-  const name = data.metrics[metric], logButton = make("button", "log", "log"), plot = make("div", "plot");
+  const name = data.metrics[metric], plot = make("div", "plot"), note = make("p", "note");
   text.append(make("strong", "", title));
   if (title !== name) text.append(make("code", "", name));
-  logButton.type = "button";
-  logButton.title = "logarithmic axis";
-  logButton.addEventListener("click", () => {
-    if (!state.flip.delete(name)) state.flip.add(name);
-    apply();
-  });
+  const flip = () => { if (!state.flip.delete(name)) state.flip.add(name); apply(); };
+  const logButton = button("log", "log", flip, "logarithmic axis");
   caption.append(text, logButton);
-  if (chosen) {
-    const remove = make("button", "remove", "\u00d7");
-    remove.type = "button";
-    remove.title = "remove";
-    remove.addEventListener("click", () => choose(metric, false));
-    caption.append(remove);
-  }
-  const note = make("p", "note");
+  if (chosen) caption.append(button("remove", "\u00d7", () => choose(metric, false), "remove"));
   figure.append(caption, plot, note);
   return { metric, title, figure, plot, note, logButton, dirty: true };
 }
@@ -341,16 +333,11 @@ function build() {
     if (!section.panels.length) continue;
     const head = make("h2", "", section.title), grid = make("div", "grid"), rest = section.panels.length - section.main;
     const open = state.more.has(section.title);
-    if (rest > 0) {
-      const more = make("button", "more", open ? "fewer" : rest + " more");
-      more.type = "button";
-      more.addEventListener("click", () => {
-        if (!state.more.delete(section.title)) state.more.add(section.title);
-        build();
-        apply();
-      });
-      head.append(more);
-    }
+    if (rest > 0) head.append(button("more", open ? "fewer" : rest + " more", () => {
+      if (!state.more.delete(section.title)) state.more.add(section.title);
+      build();
+      apply();
+    }));
     section.panels.slice(0, open ? undefined : section.main).forEach(panel => {
       const made = panelOf(panel.title, panel.metric, section === chosen);
       panels.push(made);
@@ -389,8 +376,8 @@ function apply() {
   $("log").checked = state.log;
   $("smooth").value = String(Math.round(100 * Math.log(state.smooth) / Math.log(widest)));
   $("window").textContent = state.smooth === 1 ? "off" : state.smooth + " steps";
-  document.querySelectorAll("#legend button[data-group]").forEach(button =>
-    button.setAttribute("aria-pressed", String(!isOff(Number(button.dataset.group)))));
+  document.querySelectorAll("#legend button[data-group]").forEach(node =>
+    node.setAttribute("aria-pressed", String(!isOff(Number(node.dataset.group)))));
   document.querySelectorAll("#runs input").forEach((box, r) => { box.checked = !state.off.has(r); });
   document.querySelectorAll("#list input").forEach(box => { box.checked = state.chosen.includes(Number(box.value)); });
   const hash = new URLSearchParams();
@@ -429,21 +416,20 @@ for (const axis of data.axes) {
   $("x").append(option);
 }
 data.groups.forEach((group, g) => {
-  const button = make("button"), count = data.runs.filter(run => run.group === g).length;
-  button.type = "button";
-  button.dataset.group = g;
-  button.title = "click: on or off; double click: this one alone, or all";
-  const swatch = draw("svg", { viewBox: "0 0 26 8" }, button);
+  const count = data.runs.filter(run => run.group === g).length;
+  const node = button("", undefined, () => turn(run => run.group === g, isOff(g)),
+    "click: on or off; double click: this one alone, or all");
+  node.dataset.group = g;
+  const swatch = draw("svg", { viewBox: "0 0 26 8" }, node);
   const look = { stroke: group.colour, "stroke-width": 3, "stroke-dasharray": group.dash };
   draw("line", { x1: 0, x2: 26, y1: 4, y2: 4, ...look }, swatch);
-  button.append(make("span", "", group.name + (count > 1 ? " (" + count + " runs)" : "")));
-  button.addEventListener("click", () => turn(run => run.group === g, isOff(g)));
-  button.addEventListener("dblclick", () => {
+  node.append(make("span", "", group.name + (count > 1 ? " (" + count + " runs)" : "")));
+  node.addEventListener("dblclick", () => {
     const alone = !isOff(g) && data.groups.every((other, o) => o === g || isOff(o));
     state.off.clear();
     turn(run => run.group !== g, alone);
   });
-  $("legend").append(button);
+  $("legend").append(node);
 });
 $("picker").querySelector("summary").textContent = "All metrics (" + data.metrics.length + "): choose what to draw";
 data.metrics.forEach((name, metric) => {
@@ -484,8 +470,7 @@ $("about").textContent = "A group's line is the mean over its seeds at each step
   + "Training time is the sum of the steps' own, without validation and checkpoints." + (data.width > 1
   ? " Long series are thinned out to the mean of " + data.width + " steps; their range is the band of a "
   + "single run and of \"mean and range\"." : "");
-$("x").addEventListener("change", () => { state.x = $("x").value; apply(); });
-$("band").addEventListener("change", () => { state.band = $("band").value; apply(); });
+for (const name of ["x", "band"]) $(name).addEventListener("change", () => { state[name] = $(name).value; apply(); });
 $("log").addEventListener("change", () => { state.log = $("log").checked; state.flip.clear(); apply(); });
 $("smooth").addEventListener("input", () => {
   state.smooth = Math.round(widest ** (Number($("smooth").value) / 100));

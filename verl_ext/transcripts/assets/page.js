@@ -21,14 +21,7 @@ function shortId(id) {
   return cut > 0 ? id.slice(0, Math.min(8, cut)) + id.slice(cut) : id;
 }
 function options(select, values) {
-  for (const value of values) {
-    const option = make("option", "", String(value));
-    option.value = String(value);
-    select.append(option);
-  }
-}
-function filters() {
-  return { step: $("step").value, agent: $("agent").value, outcome: $("outcome").value, text: $("text").value };
+  select.append(...values.map(value => new Option(value, value)));
 }
 function holds(record, want) {
   if (want.step && String(record.step) !== want.step) return false;
@@ -41,7 +34,7 @@ function holds(record, want) {
 }
 function apply(keep) {
   const before = shown[current];
-  const want = filters();
+  const want = Object.fromEntries(["step", "agent", "outcome", "text"].map(name => [name, $(name).value]));
   shown = all.filter(record => holds(record, want));
   current = Math.max(0, keep && before ? shown.indexOf(before) : 0);
   room = Math.max(PAGE, current + 1);
@@ -66,17 +59,16 @@ function list() {
         record.agents.join(", ")].filter(Boolean).join(" \u00b7 ")),
       make("small", "", "reward " + number(record.reward)));
     button.addEventListener("click", () => choose(index));
-    target.append(make("li"));
-    target.lastElementChild.append(button);
+    target.append(item(button));
   });
   if (shown.length > room) {
     const more = make("button", "", "show more (" + (shown.length - room) + ")");
     more.type = "button";
     more.addEventListener("click", () => { room += PAGE; list(); });
-    target.append(make("li"));
-    target.lastElementChild.append(more);
+    target.append(item(more));
   }
 }
+function item(button) { const node = make("li"); node.append(button); return node; }
 function choose(index) {
   current = index;
   if (current >= room) { room = current + PAGE; list(); }

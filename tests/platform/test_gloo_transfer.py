@@ -43,9 +43,9 @@ def test_all_receive_what_is_sent_again_and_again() -> None:
             sent = [pool.submit(lambda e: asyncio.run(e.send_weights(weights(), global_steps=1)), e) for e in actors]
             got = [pool.submit(lambda e: asyncio.run(receive(e)), e) for e in rollouts]
             for future in sent:
-                future.result(timeout=60)
+                future.result(timeout=300)
             for future in got:
-                result = future.result(timeout=60)
+                result = future.result(timeout=300)
                 assert list(result) == list(tensors)
                 for name, tensor in tensors.items():
                     assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor)

@@ -64,16 +64,21 @@ def test_what_it_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def children() -> int:
-    """Environment processes of all hosts that live."""
+    """Environment processes of all hosts that live at one time: those before it that are there after it, too."""
     hosts = {str(host.process.pid) for host in runner._hosts.values() if host.process is not None}
-    count = 0
-    for path in Path("/proc").iterdir():
-        try:
-            fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        count += fields[1] in hosts and fields[0] != "Z"
-    return count
+
+    def found() -> set[str]:
+        pids = set()
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[1] in hosts and fields[0] != "Z":
+                pids.add(path.name)
+        return pids
+
+    return len(found() & found())
 
 
 def test_one_bound_over_all_settings_and_the_least_recently_used_goes() -> None:

@@ -6,7 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +35,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration import checks
 from verl_ext.integration.options import OptionError
-from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, orchestra, together
+from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, mcp_tools, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
@@ -331,6 +336,10 @@ def test_rows_of_concurrent_calls_have_a_fixed_order(play: Any) -> None:
 # Faults.
 
 
+never: list[str] = []
+"""Prompts that reached the engine and get no answer in time."""
+
+
 @orchestra("test_faulty")
 async def faulty(task, left, right, *, how: str = "", times: int = 1):
     if how == "raise_first":
@@ -357,8 +366,10 @@ async def faulty(task, left, right, *, how: str = "", times: int = 1):
         except OrchestraFailure as failure:
             task.count(failure)
     if how == "orphan":
+        never.clear()
         asyncio.ensure_future(right("never"))
-        await asyncio.sleep(0.02)
+        while not never:
+            await asyncio.sleep(0.01)
     return {
         "nan": math.nan,
         "object": object(),
@@ -379,7 +390,10 @@ async def late():
 
 
 def stuck(prompt: str) -> Any:
-    return (60.0, "late") if "never" in prompt else "fine"
+    if "never" not in prompt:
+        return "fine"
+    never.append(prompt)
+    return (60.0, "late")
 
 
 @pytest.mark.parametrize(
@@ -389,7 +403,7 @@ def stuck(prompt: str) -> Any:
         ("exit", {}, "error", "the orchestration raised SystemExit: the blackboard", ["left"]),
         ("cancel", {}, "error", "the orchestration raised CancelledError", ["left"]),
         ("together", {}, "error", "a branch of the orchestration raised KeyboardInterrupt", ["left"]),
-        ("hang", {"time_limit_s": 0.1}, "time_limit", "no end within 0.1 s", ["left"]),
+        ("hang", {"time_limit_s": 1.0}, "time_limit", "no end within 1.0 s", ["left"]),
         ("endless", {"max_calls": 5}, "max_calls", "max_calls=5", ["left"] * 5),
         ("gather", {}, "error", "KeyError: 'one branch'", ["left"]),
         ("nan", {}, "error", "reward nan", ["left"]),
@@ -415,7 +429,7 @@ def test_a_failure_ends_its_own_trajectory(
 
 
 def test_a_call_that_takes_too_long(play: Any) -> None:
-    rows, _ = play("test_faulty", stuck, keys={"options": {"how": "caught"}, "call_timeout_s": 0.05})
+    rows, _ = play("test_faulty", stuck, keys={"options": {"how": "caught"}, "call_timeout_s": 1.0})
     assert fields(rows, "agent_id") == ["left"] and rows[0].reward_score == 1.0
     assert rows[0].extra_fields["failure"] == "" and rows[0].extra_fields["failures"] == {"call_timeout": 1}
     slow = by_role(Left=(60.0, "late"))
@@ -625,12 +639,15 @@ def test_the_column_and_the_loop_entry_choose_too(play: Any) -> None:
     ("keys", "message"),
     [
         ({"name": "test_pare"}, "no orchestra is called 'test_pare'. Did you mean 'test_pair'"),
-        ({"nam": "x"}, "verl_ext.orchestra.nam is not a key of an orchestra. Did you mean 'name'"),
+        ({"nam": "x"}, "verl_ext.orchestra.nam is not an option of orchestra. Did you mean 'name'"),
         ({"name": "test_pair", "options": {"round": 2}}, "options.round is not an option .*Did you mean 'rounds'"),
         ({"name": "test_pair", "options": {"rounds": "2"}}, "options.rounds is '2'; give a whole number"),
         ({"name": "test_pair", "options": {"ending": "x"}}, "options.ending is 'x'; choose one of 'text'"),
         ({"name": "test_pair", "agents": {"askr": {}}}, "agents.askr: .*has no such agent. Did you mean 'asker'"),
-        ({"name": "test_pair", "agents": {"asker": {"rol": "x"}}}, "agents.asker.rol is not a key of an agent"),
+        (
+            {"name": "test_pair", "agents": {"asker": {"rol": "x"}}},
+            "agents.asker.rol is not an option of agent. Did you mean 'role'",
+        ),
         ({"name": "test_pair", "agents": {"asker": {"model": "gpt"}}}, "model 'gpt'; this run has policy"),
         ({"name": "test_pair", "agents": {"asker": {"role_file": "/none"}}}, "asker.role_file: .*No such file"),
         ({"name": "test_pair", "agents": {"asker": {"role": "a", "role_file": "b"}}}, "both role and role_file"),
@@ -647,7 +664,7 @@ def test_the_column_and_the_loop_entry_choose_too(play: Any) -> None:
         ({"name": "test_pair", "on_failure": "ignore"}, "on_failure is 'ignore'; choose one of 'zero_reward'"),
         ({"name": "test_pair", "modules": ["no_such_module"]}, "names 'no_such_module', which can't be imported"),
         ({"name": "search", "retriever": {"kind": "bm26"}}, "retriever: kind is 'bm26'; choose one of bm25, http"),
-        ({"name": "search", "retriever": {"kind": "http", "url": "x"}}, "retriever: url is 'x'"),
+        ({"name": "search", "retriever": {"kind": "http", "url": "x"}}, "orchestra.retriever.url is 'x'; it begins"),
         ({"name": "search", "retriever": {"kind": "bm25", "corpus": "no.jsonl"}}, "the corpus 'no.jsonl' is not there"),
     ],
 )
@@ -752,6 +769,83 @@ def test_an_agent_with_tools(play: Any) -> None:
         FUNCTION_TOOL_REGISTRY.pop("test_add")
     with pytest.raises(OptionError, match="has the tool 'test_add', which is not there"):
         play("test_tools", lambda prompt: "12")
+
+
+@pytest.fixture(params=["command", "url"])
+def sums(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """A real MCP server: started by the process that plays, or one that runs already."""
+    file = str(Path(__file__).with_name("mcp_server.py"))
+    if request.param == "command":
+        yield {"sums": {"command": [sys.executable, file]}}
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, file, str(port)]) as server:
+        try:
+            until = time.monotonic() + 300
+            while time.monotonic() < until:
+                with socket.socket() as there:
+                    if not there.connect_ex(("127.0.0.1", port)):
+                        break
+                time.sleep(0.1)
+            yield {"sums": {"url": f"http://127.0.0.1:{port}/mcp"}}
+        finally:
+            server.kill()
+
+
+def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -> None:
+    """Its schema, its answer in the next prompt; its errors are the tool's; one that ended comes back."""
+    call = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+    died = ['{"a": 13}'] if "command" in sums["sums"] else []
+    asked = [*died, '{"a": 3, "b": 9}', '{"a": 7}', '{"what": 1}']
+
+    def answer(prompt: str) -> str:
+        turn = prompt.count("<|im_start|>tool")
+        return call % asked[turn] if turn < len(asked) else "12"
+
+    keys = {"mcp": sums, "agents": {"calculator": {"tools": ["add"]}}, "tool_timeout_s": 600}
+    multi_turn = {"multi_turn": {"format": "hermes", "max_parallel_calls": 1, "max_tool_response_length": 256}}
+    rows, server = play("test_tools", answer, keys=keys, rollout=multi_turn, response_length=128)
+    assert [row.reward_score for row in rows] == [1.0] * (len(asked) + 1)
+    shown = mcp_tools.tools(sums)["add"].tool_schema.function
+    assert (shown.name, shown.description, shown.parameters.required) == ("add", "Add two numbers.", ["a"])
+    assert {name: one.type for name, one in shown.parameters.properties.items()} == {
+        "a": "integer",
+        "b": ["integer", "null"],
+    }
+    assert "<|im_start|>tool\n12<|im_end|>" in server.prompts[len(died) + 1]
+    assert "Error: RuntimeError: Error executing tool add" in server.prompts[len(died) + 2]
+    assert info(rows)["failure_tool_error"] == len(died) + 2.0
+    assert not died or "Error: " in server.prompts[1]
+    mcp_tools.check(sums)
+
+
+def test_an_mcp_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And ended."""
+    monkeypatch.setattr(mcp_tools, "START_S", 5.0)
+    said = tmp_path / "pid"
+    with pytest.raises(OptionError, match="mcp.one: .*: no answer in 5 s"):
+        mcp_tools.check({"one": {"command": ["sh", "-c", f"echo $$ > {said}; exec sleep 600"]}})
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.read_text()), 0)
+
+
+def test_mcp_servers_that_cannot_be_used_are_refused() -> None:
+    for node, words in (
+        ({"one": {}}, "mcp.one.*give either command or url"),
+        ({"one": {"command": ["true"], "url": "http://127.0.0.1:9"}}, "give either command or url"),
+        ({"one": {"comand": ["true"]}}, "comand"),
+        ({"one": {"command": ["/no/such/server"]}}, "mcp.one: .*no/such/server"),
+        ({"one": {"command": ["true"]}}, "mcp.one: .*true"),
+        ({"one": {"url": "http://127.0.0.1:9/mcp"}}, "mcp.one: http://127.0.0.1:9/mcp"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            mcp_tools.check(node)
+    file = str(Path(__file__).with_name("mcp_server.py"))
+    twice = {name: {"command": [sys.executable, file]} for name in ("one", "two")}
+    with pytest.raises(OptionError, match="one and two both have a tool 'add'"):
+        mcp_tools.check(twice)
 
 
 class Counting(BaseTool):
@@ -946,7 +1040,53 @@ def test_planner_worker_without_a_plan_or_a_worker(play: Any) -> None:
     rows, _ = play("planner_worker", planners("no parts"), keys={"options": {"unparsable_plan": "end"}})
     assert fields(rows, "agent_id") == ["planner"] and rows[0].reward_score == 0.0
     plan = "<subtask>never</subtask><subtask>9</subtask>"
-    rows, server = play("planner_worker", planners(plan), keys={"call_timeout_s": 0.2})
+    rows, server = play("planner_worker", planners(plan), keys={"call_timeout_s": 2.0})
     assert fields(rows, "agent_id") == ["planner", "worker", "aggregator"]
     assert "(no result: call_timeout)" in server.prompts[-1]
     assert info(rows)["parts_failed"] == 1.0 and rows[-1].extra_fields["failures"] == {"call_timeout": 1}
+
+
+MATH = str(Path(loop_module.__file__).parents[2] / "rewards" / "math.py")
+
+
+def reasoner(*turns: str) -> Callable[[str], Any]:
+    return lambda prompt: turns[prompt.count("```output")]
+
+
+def test_python_runs_in_the_sandbox_and_its_output_is_read(play: Any, tokenizer: Any) -> None:
+    text = "Let me see.\n```python\nprint(3 + 9)\n```"
+    rows, server = play(
+        "python",
+        reasoner(f"{text}\n```output\n13\n``` so \\boxed{{13}}", "```py\n1/0\n```", "It is \\boxed{12}."),
+        reward_path=MATH,
+        response_length=256,
+    )
+    assert [row.reward_score for row in rows] == [1.0] * 3 and fields(rows, "turn_reward") == [0.0, 0.0, 1.0]
+    assert "```output\n12\n```" in server.prompts[1] and "13" not in server.prompts[1]
+    assert "ZeroDivisionError" in server.prompts[2]
+    # What the model has made up after its program is no part of the row.
+    assert tokenizer.decode(rows[0].response_ids) == text and len(rows[0].response_logprobs) == len(
+        rows[0].response_ids
+    )
+    assert rows[2].response_ids[-1] == tokenizer.eos_token_id and fields(rows, "is_action_valid") == [True] * 3
+    said = info(rows)
+    assert (said["programs"], said["programs_failed"], said["answered"], said["void"]) == (2.0, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "keys", "numbers"),
+    [
+        (["no idea"], {}, (0.0, 0.0, 1.0)),
+        (["```python\nwhile True: pass\n```", "unsure"], {"options": {"timeout_s": 0.2}}, (1.0, 1.0, 1.0)),
+        (["```python\nprint(12)\n```"] * 2, {"options": {"max_turns": 2}}, (1.0, 0.0, 0.0)),
+        (["```python\nimport os; os.kill(os.getppid(), 9)\n```", "..."], {}, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_python_without_an_answer_earns_nothing(
+    play: Any, turns: list[str], keys: dict[str, Any], numbers: tuple[float, ...]
+) -> None:
+    rows, _ = play("python", reasoner(*turns), keys=keys, reward_path=MATH, response_length=256)
+    assert len(rows) == len(turns) and {row.reward_score for row in rows} == {0.0}
+    said = info(rows)
+    assert (said["programs"], said["programs_failed"], said["void"]) == numbers and said["answered"] == 0.0
+    assert rows[-1].extra_fields["failure"] == ""

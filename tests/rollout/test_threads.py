@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,19 +16,21 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration.options import OptionError
+from verl_ext.rewards.caged import load_dataset
 from verl_ext.rollout import step_wise
 from verl_ext.rollout import threads as module
+from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
 
 
 def test_slow_work_takes_no_time_from_what_waits_for_a_thread() -> None:
-    """Six calls of 0.1 s on two threads: the last waits longer than its limit, which counts from its start."""
+    """Thirty calls of 0.1 s on two threads: the last wait longer than their limit, which counts from their start."""
     pool, gate = Threads("judging", 2), threading.Event()
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*[pool.run(gate.wait, 0.1, timeout_s=0.25) for _ in range(6)])
+        return await asyncio.gather(*[pool.run(gate.wait, 0.1, timeout_s=1.2) for _ in range(30)])
 
-    assert asyncio.run(run()) == [False] * 6 and pool.lost == 0
+    assert asyncio.run(run()) == [False] * 30 and pool.lost == 0
 
 
 def test_work_that_does_not_end_is_left_behind_and_others_go_on() -> None:
@@ -37,7 +40,7 @@ def test_work_that_does_not_end_is_left_behind_and_others_go_on() -> None:
         hanging = [pool.run(gate.wait, timeout_s=0.05) for _ in range(4)]
         results = await asyncio.gather(*hanging, return_exceptions=True)
         assert all(isinstance(result, asyncio.TimeoutError) for result in results) and pool.lost == 4
-        assert await asyncio.gather(*[pool.run(lambda: 7, timeout_s=5.0) for _ in range(8)]) == [7] * 8
+        assert await asyncio.gather(*[pool.run(lambda: 7, timeout_s=60.0) for _ in range(8)]) == [7] * 8
 
     asyncio.run(run())
     gate.set()
@@ -96,3 +99,14 @@ def test_a_loop_leaves_the_event_loops_threads_alone() -> None:
         return await make_loop(step_wise.AGENT_NAME, config, Server(), tokenizer).run({}, **row)
 
     assert len(asyncio.run(run())) == 3
+
+
+def test_so_does_a_verdict() -> None:
+    config = json.dumps({"seed": 3, "size": 1})
+    entry = load_dataset("chain_sum", config)[0]
+
+    async def run() -> Any:
+        asyncio.get_running_loop().set_default_executor(Nobodys())
+        return await ReasoningGymTask("chain_sum", config, entry).judge_async(str(entry["answer"]))
+
+    assert asyncio.run(run()).solved

@@ -70,13 +70,20 @@ class Batch(NamedTuple):
     def otb_leave_one_out(self) -> None:
         self.otb("leave_one_out")
 
+    def exact_kl(self) -> None:
+        """KL of two sets of logits: rows stand for tokens, columns for the vocabulary."""
+        from verl_ext.methods.rejection import exact_token_kl
 
-#: Estimators by name, with the number of [B, T] float32 tensors that they return.
+        exact_token_kl(self.old_log_probs[None], self.sum_pi_squared[None])
+
+
+#: Estimators and the exact divergence by name, with the number of [B, T] float32 tensors that they return.
 METHODS: dict[str, tuple[Callable[[Batch], None], int]] = {
     "otb": (Batch.otb, 2),
     "otb_leave_one_out": (Batch.otb_leave_one_out, 2),
     "trloo": (Batch.trloo, 1),
     "dr_mas": (Batch.dr_mas, 1),
+    "exact_kl": (Batch.exact_kl, 0),
 }
 
 

@@ -47,6 +47,8 @@ MIN_REPEATS, MAX_REPEATS = 11, 60
 #: Sizes of the growth measurement, as rows of GROWTH_LENGTH tokens: 1e5 to 1e8 tokens.
 GROWTH_ROWS = (96, 976, 9_768, 97_656)
 GROWTH_LENGTH = 1024
+#: The divergence of `trm`: tokens, and the vocabulary of the model of the step.
+EXACT_KL = ("exact_kl", 256, 32_768)
 #: Sizes from which on the fixed working memory of a few megabytes is small beside a [B, T] tensor.
 LARGE_TOKENS = 9_000_000
 
@@ -189,6 +191,11 @@ def rejection_case(rows: int, length: int) -> tuple[Callable[[], Any], Callable[
         "simpletir": {**fields, "void": np.arange(rows) % 7 == 0},
         "variance_filter": {**fields, "rewards": batch.rewards.sum(-1).numpy()},
         "mrs": fields,
+        "prs": {
+            "correct": batch.rewards.sum(-1).numpy() > 0,
+            "coverage": np.full(rows, 0.35),
+            "draw": np.arange(rows),
+        },
     }
 
     def call() -> None:
@@ -337,10 +344,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = GROWTH_ROWS[:-1] if args.quick else GROWTH_ROWS
     grown = ("otb", "trloo")
     cases = [(method, count, GROWTH_LENGTH) for method in grown for count in rows]
-    cases += [(method, rows[-1 if args.quick else -2], GROWTH_LENGTH) for method in METHODS if method not in grown]
+    cases += [
+        (method, rows[-1 if args.quick else -2], GROWTH_LENGTH)
+        for method in METHODS
+        if method not in (*grown, "exact_kl")
+    ]
     progress(f"growth and memory, up to {rows[-1] * GROWTH_LENGTH:.0e} tokens")
     try:
-        probes = probe(cases)
+        probes, (exact,) = probe(cases), probe([EXACT_KL])
     except RuntimeError as error:
         print(f"verl-ext bench advantages: {error}", file=sys.stderr)
         return 1
@@ -355,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found['seconds'] * 1e9 / found['tokens']:>10.2f}{found['bytes'] / 2**20:>10.1f}"
             f"{METHODS[method][1]:>9}{found['extra']:>9.2f}"
         )
+    of_exact = exact["seconds"] / EXACT_KL[1] / of_step
+    print(f"trm, divergence=exact: {of_exact:.2f} of a step, {exact['bytes'] / 2**20:.0f} MB beside the logits")
     exponents = {}
     for method in grown:
         of_method = [found for case, found in zip(cases, probes, strict=True) if case[0] == method]
@@ -380,6 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dr_mas_vs_rloo_vectorized_long_rows": max(ratios("dr_mas", long)),
         "hgpo_6400x512_seconds": next(line.ours for line in lines if line.name == "hgpo, K=2"),
         "kpo_vs_vanilla": kpo[2],
+        "exact_kl_fraction_of_step": of_exact,
+        "exact_kl_bytes": float(exact["bytes"]),
         "growth_exponent": max(found["seconds"] for found in exponents.values()),
         "memory_exponent": max(found["bytes"] for found in exponents.values()),
         "max_extra_bt_tensors": max(found["extra"] for found in probes if found["tokens"] >= LARGE_TOKENS),

@@ -10,6 +10,8 @@ the ratios of their wall-clock times.
 What bounds the gain is what the engine's time goes into, which is measured too: a part for each call (remote calls,
 prefill), and for each decoding step ``fixed + per_row * rows``. Were it all fixed, the wall time would go as the number
 of steps; calls and tokens are the same for both schedules, so in what they cost nothing can be gained.
+
+With many trajectories, or ``--engine stub``, another thing is measured: `verl_ext.bench._many_rollouts`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_ext.bench import _many_rollouts
 from verl_ext.bench._shared import at_least_one
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded", "vllm", "stub")
+MANY = 1000
 GOAL = 2 / 3
 OBSERVATION_TOKENS, PROMPT_TOKENS = 8, 32
 MAX_TURNS, LONGEST = 6, 192
@@ -143,15 +147,21 @@ def configure(engine: str, model: Path, rows: int) -> Any:
     return config
 
 
-def start(config: Any) -> Any:
-    """Start Ray and the rollout server as verl does; returns verl's `LLMServerManager`."""
+def start_ray(config: Any) -> None:
+    """Start Ray as verl does."""
     import ray
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-    from verl.workers.rollout.llm_server import LLMServerManager
 
     settings = OmegaConf.merge({"runtime_env": get_ppo_ray_runtime_env(config)}, config.ray_kwargs.ray_init)
     ray.init(**OmegaConf.to_container(settings), log_to_driver=False)
+
+
+def start(config: Any) -> Any:
+    """Start Ray and the rollout server as verl does; returns verl's `LLMServerManager`."""
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    start_ray(config)
     return LLMServerManager.create(config=config)
 
 
@@ -319,7 +329,12 @@ def show(found: dict[str, Any], engine: str) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; see the module's text."""
     parser = argparse.ArgumentParser(prog="verl-ext bench rollouts", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--engine", choices=ENGINES, default="embedded", help="rollout.name (default: %(default)s)")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="rollout.name; or stub: what trajectories cost in one agent loop worker, from 100 at once to all of them, "
+        f"with a stub in the place of the sampler (default: embedded, and stub from {MANY} trajectories on)",
+    )
     parser.add_argument("--model", type=Path, default=None, help="a model's folder (default: a small one made here)")
     parser.add_argument("--trajectories", type=int, default=64, help="rollouts of the batch (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=5, help="measured runs of each schedule (default: %(default)s)")
@@ -331,6 +346,7 @@ def main(argv: Sequence[str]) -> int:
     at_least_one(parser, args, "trajectories", "pairs")
     if args.quick:
         args.trajectories, args.pairs = min(args.trajectories, 16), 1
+    args.engine = args.engine or ("stub" if args.trajectories >= MANY and not args.parked else "embedded")
     if args.parked and args.engine != "embedded":
         parser.error("--parked measures the embedded engine only")
     if args.engine == "vllm":
@@ -342,7 +358,9 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_rollouts") as folder:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         found = _measured(args, args.model.resolve() if args.model else make_model(Path(folder) / "model"))
-    if args.parked:
+    if args.engine == "stub":
+        _many_rollouts.show(found)
+    elif args.parked:
         show_control(found, args.parked)
     else:
         show(found, args.engine)
@@ -352,6 +370,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measured(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    if args.engine == "stub":
+        os.environ["VERL_EXT_STRICT"] = "1"  # as in the processes of a run: the plugin attaches all that it has
+        return _many_rollouts.main(configure("embedded", model, 8), args.trajectories, start_ray)
     config = configure(args.engine, model, max(args.trajectories, 8))
     import ray
     from transformers import AutoTokenizer

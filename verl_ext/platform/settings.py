@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.integration import model_options
+
 
 def complete(config: Any) -> None:
     """Fill in what `recipe/cpu.yaml` cannot say in YAML, in place.
@@ -15,9 +17,6 @@ def complete(config: Any) -> None:
     verl sizes its pools by the Ray resource ``GPU``; on the CPU one logical GPU is declared for each training
     process, and CPUs enough for the actors that verl starts beside them. A Ray cluster that is already running keeps
     what it was started with: it must offer the same logical resources.
-
-    Args:
-        config: composed config of verl's `ppo_trainer`.
     """
     from verl_ext.platform import vllm_cpu
 
@@ -32,6 +31,7 @@ def complete(config: Any) -> None:
         if (init.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
             return
         processes = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
+        processes += sum(m.pool["n_gpus_per_node"] * m.pool["nnodes"] for m in model_options.of(config) if m.pool)
         reward = config.reward.reward_model
         if reward.get("enable_resource_pool"):
             processes += int(reward.n_gpus_per_node) * int(reward.nnodes)

@@ -115,11 +115,8 @@ def present_as_vllm() -> None:
 
 
 def installed_version() -> Version:
-    """Version of the CPU build of vLLM.
-
-    Raises:
-        VllmCpuError: there is none, it is not a CPU build, or not one that verl 0.9 drives.
-    """
+    """Version of the CPU build of vLLM. Raises VllmCpuError: there is none, it is not a CPU build, or not one that verl
+    0.9 drives."""
     present_as_vllm()
     try:
         text = importlib.metadata.version("vllm")
@@ -143,14 +140,8 @@ def installed_version() -> Version:
 
 
 def complete(config: Any) -> None:
-    """Fill in what a run with ``rollout.name=vllm`` on the CPU needs, in place; does nothing for other engines.
-
-    Args:
-        config: composed config of verl's `ppo_trainer`.
-
-    Raises:
-        VllmCpuError: vLLM is missing or of the wrong kind, or cannot serve the model.
-    """
+    """Fill in what a run with ``rollout.name=vllm`` on the CPU needs, in place; does nothing for other engines. Raises
+    VllmCpuError: vLLM is missing or of the wrong kind, or cannot serve the model."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
@@ -181,11 +172,8 @@ def complete(config: Any) -> None:
 
 
 def check_torchvision() -> None:
-    """Refuse a torchvision that does not fit torch: transformers imports it for every model where it is there.
-
-    Raises:
-        VllmCpuError: says how to remove it.
-    """
+    """Refuse a torchvision that does not fit torch: transformers imports it for every model where it is there. Raises
+    VllmCpuError: says how to remove it."""
     if importlib.util.find_spec("torchvision") is None:
         return
     try:
@@ -218,7 +206,6 @@ def check_model(model: Any, config: Any) -> None:
 
     Args:
         model: Hugging Face config of the model.
-        config: composed config of verl's `ppo_trainer`.
 
     Raises:
         VllmCpuError: names the size and the ones that work.

@@ -38,11 +38,7 @@ class WatchedServerAdapter(ServerAdapter):
         return self.server_handle.__ray_call__.remote(lambda server: bool(server.engine.errored)).future()
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """See verl's `ServerAdapter.update_weights`.
-
-        Raises:
-            WeightSyncError: the engine did not take the weights.
-        """
+        """See verl's `ServerAdapter.update_weights`. Raises WeightSyncError: the engine did not take the weights."""
         adapter = self
         limit = timeout_s()
 

@@ -28,10 +28,7 @@ class WeightSyncError(RuntimeError):
 
 def timeout_s() -> float:
     """Seconds without an answer after which a weight sync fails: ``VERL_EXT_WEIGHT_SYNC_TIMEOUT_S``, 300 if not set.
-
-    Raises:
-        ValueError: the variable is not a positive number.
-    """
+    Raises ValueError: the variable is not a positive number."""
     given = os.environ.get(TIMEOUT)
     if not given:
         return DEFAULT_TIMEOUT_S
@@ -126,11 +123,8 @@ class WatchedSocket:
         self._socket.close(linger=0)  # an undelivered message would keep the process from ending
 
     def _wait(self, event: int) -> None:
-        """Return when the socket is ready for `event`.
-
-        Raises:
-            WeightSyncError: the receiver has failed or ended, or nothing came within the limit.
-        """
+        """Return when the socket is ready for `event`. Raises WeightSyncError: the receiver has failed or ended, or
+        nothing came within the limit."""
         until = time.monotonic() + self._limit_s
         while not self._socket.poll(self._poll_ms, event):
             failure = self._receiver.failure()

@@ -12,17 +12,18 @@ comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
+from verl_ext.integration.options import read, select
 from verl_ext.integration.verl_api import merge_context
+from verl_ext.methods.options import AtLeastOne, Positive, fraction
 from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout import rows
 from verl_ext.rollout.plain_text import PlainText
@@ -32,7 +33,6 @@ from verl_ext.rollout.threads import threads
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
 OPTIONS_KEY = "actor_rollout_ref.rollout.custom.multi_turn"
-TURN_REWARDS = ("success", "improvement", "score")
 
 #: Why a trajectory ended (``extra_fields["stop_reason"]`` of every row of it).
 STOP_SOLVED = "solved"
@@ -59,36 +59,20 @@ class MultiTurnOptions:
         agent_id: the row field ``agent_id``.
     """
 
-    max_turns: int = 3
-    turn_reward: str = "success"
-    success_threshold: float = 1.0
-    verifier_timeout_s: float = 30.0
+    max_turns: AtLeastOne = 3
+    turn_reward: Literal["success", "improvement", "score"] = "success"
+    success_threshold: Annotated[Positive, fraction] = 1.0
+    verifier_timeout_s: Positive = 30.0
     agent_id: str = "solver"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.max_turns, bool) or not isinstance(self.max_turns, int) or self.max_turns < 1:
-            raise ValueError(f"{OPTIONS_KEY}.max_turns={self.max_turns!r}: expected an integer >= 1")
-        if self.turn_reward not in TURN_REWARDS:
-            raise ValueError(f"{OPTIONS_KEY}.turn_reward={self.turn_reward!r}: expected one of {list(TURN_REWARDS)}")
-        if not 0.0 < self.success_threshold <= 1.0:
-            raise ValueError(f"{OPTIONS_KEY}.success_threshold={self.success_threshold!r}: expected a number in (0, 1]")
-        if not (self.verifier_timeout_s > 0.0 and math.isfinite(self.verifier_timeout_s)):
-            raise ValueError(f"{OPTIONS_KEY}.verifier_timeout_s={self.verifier_timeout_s!r}: expected seconds > 0")
 
     @classmethod
     def from_rollout_config(cls, rollout_config: Any) -> MultiTurnOptions:
         """Read the options from verl's rollout config (``actor_rollout_ref.rollout``).
 
         Raises:
-            ValueError: unknown key or bad value; the message names the key and what is allowed.
+            OptionError: unknown key or bad value; the message names the key and what is allowed.
         """
-        custom = rollout_config.get("custom", None) or {}
-        section: Mapping[str, Any] = custom.get("multi_turn", None) or {}
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(section) - known)
-        if unknown:
-            raise ValueError(f"unknown key {OPTIONS_KEY}.{unknown[0]}; known keys: {sorted(known)}")
-        return cls(**dict(section))
+        return read(select(rollout_config, "custom"), "multi_turn", cls, where=OPTIONS_KEY)
 
 
 @dataclass
@@ -97,7 +81,7 @@ class _Turn:
 
     call: rows.ModelCall
     anchor_obs: str
-    verdict: Verdict | None = None
+    verdict: Any = None
 
 
 def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
@@ -105,7 +89,7 @@ def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
 
     Args:
         verdicts: the verdict of each turn in order; None where the verifier failed, which earns 0.
-        kind: a name of :data:`TURN_REWARDS` (see :class:`MultiTurnOptions`).
+        kind: ``turn_reward`` of :class:`MultiTurnOptions`.
 
     Returns:
         One float a turn.
@@ -148,9 +132,30 @@ class MultiTurnVerifierLoop(AgentLoopBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.options = MultiTurnOptions.from_rollout_config(self.rollout_config)
+        self.options = self.read_options()
         self.prompt_length = int(self.rollout_config.prompt_length)
         self.plain = PlainText(self.tokenizer)
+
+    def read_options(self) -> Any:
+        """What the run says of the loop: at least ``max_turns`` and ``agent_id``."""
+        return MultiTurnOptions.from_rollout_config(self.rollout_config)
+
+    def task(self, row: Mapping[str, Any]) -> Any:
+        """What the dataset row asks, with its ``question``."""
+        threshold = self.options.success_threshold
+        return ReasoningGymTask.from_extra_info(row.get("extra_info"), success_threshold=threshold)
+
+    async def judge(self, task: Any, text: str) -> Any:
+        """The verdict on an answer: its ``feedback``, and whether the trajectory is ``solved``, which ends it."""
+        return await task.judge_async(text, timeout_s=self.options.verifier_timeout_s)
+
+    def max_turns(self) -> int:
+        """Answers in this trajectory, at most."""
+        return int(self.options.max_turns)
+
+    def kept(self, turns: list[_Turn]) -> list[int] | None:
+        """Numbers of the turns that the next prompt shows; None: those of this one and the last, token by token."""
+        return None
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -170,9 +175,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             RuntimeError: the engine returned no token for the first turn.
         """
         messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]
-        task = ReasoningGymTask.from_extra_info(
-            kwargs.get("extra_info"), success_threshold=self.options.success_threshold
-        )
+        task = self.task(kwargs)
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
 
         prompt_ids = await rows.encode(self, messages)
@@ -184,6 +187,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             )
 
         turns: list[_Turn] = []
+        question, said = messages, list[list[dict[str, Any]]]()
         anchor_obs = task.question
         stop_reason, stop_detail = STOP_MAX_TURNS, ""
         while True:
@@ -202,19 +206,25 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             text = await rows.decode(self, call.response_ids)
             timing: dict[str, float] = {}
             with simple_timer("compute_score", timing):
-                turn.verdict = await task.judge_async(text, timeout_s=self.options.verifier_timeout_s)
+                turn.verdict = await self.judge(task, text)
             call.metrics.compute_score = timing["compute_score"]
             if turn.verdict.solved:
                 stop_reason = STOP_SOLVED
                 break
-            if len(turns) >= self.options.max_turns:
+            if len(turns) >= self.max_turns():
                 break
 
-            previous = messages + [self.plain.message({"role": "assistant", "content": text})]
-            updated = previous + [self.plain.message({"role": "user", "content": turn.verdict.feedback})]
-            prompt_ids = await threads(self.config, "tokenising").run(
-                self._continue_prompt, previous, updated, call.prompt_ids + call.response_ids
-            )
+            answer = self.plain.message({"role": "assistant", "content": text})
+            said.append([answer, self.plain.message({"role": "user", "content": turn.verdict.feedback})])
+            kept = self.kept(turns)
+            if kept is None:
+                updated = messages + said[-1]
+                prompt_ids = await threads(self.config, "tokenising").run(
+                    self._continue_prompt, updated[:-1], updated, call.prompt_ids + call.response_ids
+                )
+            else:
+                updated = question + [message for number in kept for message in said[number]]
+                prompt_ids = await rows.encode(self, updated)
             if len(prompt_ids) > self.prompt_length:
                 stop_reason = STOP_OVERLONG
                 stop_detail = f"{len(prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"

@@ -44,6 +44,11 @@ def _broken(token: str) -> str:
     return f"{token[0]} {token[1:]}" if len(token) > 1 else ""
 
 
+def _compared(key: Any, value: Any) -> bool:
+    """Whether it is a word that templates compare. A tool's argument called ``type`` may be any text."""
+    return key in NOT_TEXT and isinstance(value, str) and value.isidentifier()
+
+
 class _Spellings:
     """The control tokens of one tokenizer as a pattern (RE2: linear in the text, which is hostile).
 
@@ -119,14 +124,14 @@ class PlainText:
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A chat message with the same done to all of its texts: content, tool calls and their arguments, names."""
         keep = THINKING if message.get("role") == "assistant" else frozenset()
-        return {key: value if key in NOT_TEXT else self._value(value, keep) for key, value in message.items()}
+        return {key: value if _compared(key, value) else self._value(value, keep) for key, value in message.items()}
 
     def _value(self, value: Any, keep: frozenset[str]) -> Any:
         if isinstance(value, str):
             return self.text(value, keep)
         if isinstance(value, Mapping):
             return {
-                self._value(key, keep): each if key in NOT_TEXT else self._value(each, keep)
+                self._value(key, keep): each if _compared(key, each) else self._value(each, keep)
                 for key, each in value.items()
             }
         if isinstance(value, list | tuple):

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl_ext.cache import home
+from verl_ext.integration.options import read
+from verl_ext.methods.options import AtLeastOne, Count, NotNegative, Positive
 from verl_ext.rollout.passages import MappedPassages, Passage, passage_of, read_corpus
 
 logger = logging.getLogger(__name__)
@@ -78,16 +80,12 @@ def make_retriever(node: Mapping[str, Any]) -> Retriever:
         return _own(kind, json.dumps(given, sort_keys=True))
     if kind not in kinds:
         raise ValueError(f"kind is {kind!r}; choose one of {', '.join(kinds)}, or name your own as package.module:make")
-    options_type, _ = kinds[kind]
-    known = [f.name for f in dataclasses.fields(options_type)]
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{key} is not a key of the {kind} retriever; known keys: kind, {', '.join(known)}")
+    options_type, retriever = kinds[kind]
     try:
-        options = options_type(**given)
+        options: Any = read({kind: given}, kind, options_type, where="retriever")
     except TypeError as error:
         raise ValueError(f"the {kind} retriever {str(error).rpartition('__init__() ')[2]}") from error
-    return _shared(kinds[kind][1], options)
+    return _shared(retriever, options)
 
 
 @functools.cache
@@ -105,17 +103,6 @@ def _own(path: str, keys: str) -> Retriever:
     return make(**json.loads(keys))
 
 
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} is {value!r}; give text")
-
-
-def _number(name: str, value: Any, least: float, whole: bool = False) -> None:
-    kind = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name} is {value!r}; give a {'whole ' if whole else ''}number of at least {least}")
-
-
 @dataclass(frozen=True)
 class Bm25Options:
     """Local BM25.
@@ -131,14 +118,11 @@ class Bm25Options:
 
     corpus: str
     cache_dir: str | None = None
-    k1: float = 1.5
-    b: float = 0.75
+    k1: NotNegative = 1.5
+    b: NotNegative = 0.75
     stopwords: str | None = "en"
 
     def __post_init__(self) -> None:
-        _text("corpus", self.corpus)
-        _number("k1", self.k1, 0.0)
-        _number("b", self.b, 0.0)
         if Path(self.corpus).suffix not in (".jsonl", ".parquet"):
             raise ValueError(f"corpus is {self.corpus!r}; give a .jsonl or .parquet file")
 
@@ -279,19 +263,14 @@ class HttpOptions:
     """
 
     url: str
-    timeout_s: float = 10.0
-    retries: int = 2
-    backoff_s: float = 0.5
-    max_concurrent: int = 64
+    timeout_s: Positive = 10.0
+    retries: Count = 2
+    backoff_s: NotNegative = 0.5
+    max_concurrent: AtLeastOne = 64
 
     def __post_init__(self) -> None:
-        _text("url", self.url)
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it begins with http:// or https://")
-        _number("timeout_s", self.timeout_s, 0.001)
-        _number("retries", self.retries, 0, whole=True)
-        _number("backoff_s", self.backoff_s, 0.0)
-        _number("max_concurrent", self.max_concurrent, 1, whole=True)
 
 
 class _TryAgain(Exception):

@@ -25,6 +25,8 @@ from verl_ext.rollout.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
 logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(Once())
+# verl's store says for each row that this machine has fewer cores than it would use.
+logging.getLogger("transfer_queue.utils.common").addFilter(Once())
 
 HOPELESS = 20
 """So many failed trajectories before the first good one are a mistake in what they play or in its settings."""
@@ -120,7 +122,6 @@ async def generate(
     sampling_params: Mapping[str, Any],
     priority: int = 0,
     *,
-    client: Any = None,
     limit: int | None = None,
 ) -> ModelCall:
     """Have the engine answer one prompt.
@@ -131,7 +132,6 @@ async def generate(
         prompt_ids: tokens of the prompt.
         sampling_params: temperature and so on, passed to the engine unchanged.
         priority: scheduling priority of the request.
-        client: of the engine to ask; None: the loop's.
         limit: tokens of the answer that are kept; None: ``rollout.response_length``.
 
     Returns:
@@ -144,7 +144,7 @@ async def generate(
     timing: dict[str, float] = {}
     try:
         with simple_timer("generate_sequences", timing):
-            output = await (client or loop.server_manager).generate(
+            output = await loop.server_manager.generate(
                 request_id=request_id,
                 prompt_ids=list(prompt_ids),
                 sampling_params=dict(sampling_params),

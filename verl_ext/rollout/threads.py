@@ -14,11 +14,12 @@ import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_ext.contain import contained
 from verl_ext.integration.options import read, select
+from verl_ext.methods.options import AtLeastOne
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,16 +40,13 @@ class ThreadOptions:
         tokenising: for prompts.
         decoding: for answers.
         judging: for verifiers and reward functions that are ordinary functions.
+        agents: for agents of the gateway that are functions: so many play at the same time.
     """
 
-    tokenising: int = 4
-    decoding: int = 2
-    judging: int = 16
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            if getattr(self, one.name) < 1:
-                raise ValueError(f"{one.name} is {getattr(self, one.name)}; it must be at least 1")
+    tokenising: AtLeastOne = 4
+    decoding: AtLeastOne = 2
+    judging: AtLeastOne = 16
+    agents: AtLeastOne = 1024
 
 
 def read_threads(config: Any) -> ThreadOptions:
@@ -131,7 +129,7 @@ def threads(config: Any, kind: str) -> Threads:
 
     Args:
         config: verl's whole config.
-        kind: ``tokenising``, ``decoding`` or ``judging``.
+        kind: a name in `ThreadOptions`.
     """
     if id(config) not in _options:
         _options[id(config)] = config, read_threads(config)  # the config is kept, so its id stays its own

@@ -22,7 +22,7 @@ and is chosen by ``verl_ext.environment.name=my_package.corridor:Corridor``. The
 :mod:`verl_ext.rollout.environments.protocol` for the whole contract, :mod:`verl_ext.rollout.environments.runner` for
 how environments are run, and :mod:`verl_ext.rollout.step_wise` for the agent loop that plays them.
 
-Shipped by name: ``gymnasium``, ``textworld``, ``alfworld``, ``webshop`` (:data:`BUILT_IN`).
+Shipped by name: ``gymnasium``, ``textworld``, ``textarena``, ``alfworld``, ``webshop`` (:data:`BUILT_IN`).
 """
 
 from verl_ext.rollout.environments.protocol import (

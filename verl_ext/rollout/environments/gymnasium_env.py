@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any Gymnasium environment with discrete actions, told in text.
+"""Any Gymnasium environment with discrete actions, told in text: ToyText's games, MiniGrid and BabyAI, your own.
 
 What the model reads comes from ``describe``: ``ansi`` (the environment's text rendering, the highlighted place in
-brackets), a function of your own ``module:function(env, observation) -> str``, or, for the games of Gymnasium's
-ToyText, a description made here. ToyText's games also have names for their actions, a task and a rule for success.
+brackets), a function of your own ``module:function(env, observation) -> str``, or, for Gymnasium's ToyText, MiniGrid
+and BabyAI (``minigrid:BabyAI-GoToLocal-v0``), a description made here; these have names for their actions too, a task
+and a rule for success.
 
 FrozenLake takes three more arguments: with ``map_size`` the map is generated from the seed (``map_p``: probability
 that a tile is frozen), and ``view`` says how much of it is seen: ``full``, ``local`` (the four neighbours) or
@@ -20,6 +21,7 @@ from typing import Any
 
 import re2
 
+from verl_ext.rollout.environments import minigrid_text
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, Observation
 
 VIEWS = ("full", "local", "position")
@@ -125,8 +127,12 @@ PRESETS = {
         blackjack,
         1.0,
     ),
+    **dict.fromkeys(
+        ("MiniGrid", "BabyAI"),
+        Preset(minigrid_text.ACTIONS, minigrid_text.TASK, minigrid_text.describe, 1e-9),  # paid at the goal alone
+    ),
 }
-"""Games by the part of their id before the version."""
+"""Games by the part of their id before the version, or before the first hyphen."""
 
 
 def _function(path: str) -> Callable[[Any, Any], str]:
@@ -199,9 +205,11 @@ class GymnasiumEnvironment:
             self.actions = tuple(actions or preset.actions)
 
     @staticmethod
-    def preload(**kwargs: Any) -> None:
-        """Import Gymnasium and its ToyText once for all processes."""
-        importlib.import_module("gymnasium.envs.toy_text")
+    def preload(id: str = "", **kwargs: Any) -> None:
+        """Import Gymnasium, its ToyText and the module that the id names once for all processes."""
+        for module in ("gymnasium.envs.toy_text", id.rpartition(":")[0]):
+            if module:
+                importlib.import_module(module)
 
     def _make(self, **more: Any) -> Any:
         import gymnasium

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_ext.integration.options import OptionError, read, select
+from verl_ext.methods.options import AtLeastOne, Count, Positive
 
 ROOT = "verl_ext.environment"
 
@@ -18,8 +18,8 @@ class EnvironmentOptions:
     """``verl_ext.environment.*``.
 
     Attributes:
-        name: ``gymnasium``, ``textworld``, ``alfworld``, ``webshop`` or the import path ``module:Class`` of your own;
-            null if every row of the data names one (``extra_info.environment``).
+        name: ``gymnasium``, ``textworld``, ``textarena``, ``alfworld``, ``webshop`` or the import path
+            ``module:Class`` of your own; null if every row of the data names one (``extra_info.environment``).
         kwargs: arguments of the environment's class. A row adds to them or replaces some with the JSON object
             ``extra_info.environment_kwargs``.
         max_steps: steps after which an episode ends.
@@ -47,30 +47,21 @@ class EnvironmentOptions:
 
     name: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    max_steps: int = 50
-    history_length: int | None = None
+    max_steps: AtLeastOne = 50
+    history_length: Count | None = None
     template: str = "default"
     action_tag: str | None = "action"
     required_tags: tuple[str, ...] = ()
     check_admissible: bool = True
     invalid_action: Literal["noop", "pass"] | None = None
-    reward_scale: float = 1.0
+    reward_scale: Positive = 1.0
     agent_id: str = "agent"
-    reset_timeout_s: float = 120.0
-    step_timeout_s: float = 30.0
-    processes: int = 256
+    reset_timeout_s: Positive = 120.0
+    step_timeout_s: Positive = 30.0
+    processes: AtLeastOne = 256
     failed_trajectories: Literal["keep", "raise", "mask"] = "keep"
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "processes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.history_length is not None and self.history_length < 0:
-            raise ValueError(f"history_length is {self.history_length}; it counts past steps, so it is at least 0")
-        for name in ("reset_timeout_s", "step_timeout_s", "reward_scale"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}; it must be greater than 0")
         for tag in (*self.required_tags, *([] if self.action_tag is None else [self.action_tag])):
             if not tag.replace("_", "").replace("-", "").isalnum():
                 raise ValueError(f"action_tag or required_tags has {tag!r}; give a bare name such as action")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-POLICY = "policy"
-"""Name of the one model that is trained, the default of every agent."""
+from verl_ext.integration.model_options import POLICY
 
 #: Reasons for which a trajectory or a part of it can fail. They are counted in the metrics under these names.
 ERROR = "error"  # the orchestration raised
@@ -103,8 +102,10 @@ class Agent:
             ValueError, which makes the row ``is_action_valid=False``. None: the value of an answer is its text.
         tools: names of tools that the agent may call by itself: verl's (``rollout.multi_turn.tool_config_path``,
             ``function_tool_path``) or functions under verl's decorator ``function_tool``.
-        model: name of the model that answers. There is one so far, `POLICY`.
+        model: name of the model that answers: `POLICY`, or one of ``verl_ext.models``.
         max_tokens: bound on the answer, on top of ``rollout.response_length``.
+        ends: takes the text of an answer and returns the length with which it is over, None if it may go on. What the
+            engine gave beyond is no part of the row. None: the engine's end is the answer's.
         examples: demonstrations, chat turns between the role and the messages of every call. `read` must accept their
             answers (an agent with tools may show a tool call instead).
     """
@@ -115,6 +116,7 @@ class Agent:
     tools: tuple[str, ...] = ()
     model: str = POLICY
     max_tokens: int | None = None
+    ends: Callable[[str], int | None] | None = None
     examples: tuple[Example, ...] = ()
 
     def __post_init__(self) -> None:

@@ -307,7 +307,7 @@ class Team:
         return self._converse(agent, messages, _here().next())
 
     async def _converse(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Reply:
-        call = await self._call(agent, messages, place)
+        call = await self.call(agent, messages, place)
         if not agent.tools:
             return call.reply
         for turn in range(self.max_tool_rounds):
@@ -315,10 +315,16 @@ class Team:
             if not more:
                 break
             messages = [*messages, *more]
-            call = await self._call(agent, messages, (*place, turn))
+            call = await self.call(agent, messages, (*place, turn))
         return call.reply
 
-    async def _call(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Call:
+    async def call(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Call:
+        """One model call, the row at `place` of the trajectory.
+
+        Raises:
+            OrchestraFailure: see `REASONS`.
+            Exception: what the engine raised; it ends the trajectory.
+        """
         if self._started >= self.max_calls:
             raise OrchestraFailure(MAX_CALLS, f"more than verl_ext.orchestra.max_calls={self.max_calls} model calls")
         self._started += 1
@@ -396,9 +402,7 @@ class Team:
         if result is None:
             return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
         if isinstance(result, Reply):
-            raise TypeError(
-                "an orchestration returned a Reply: return its text (to be judged), a reward, or an Outcome"
-            )
+            raise TypeError("an orchestration returned a Reply: return its text (to be judged), a reward or an Outcome")
         if isinstance(result, str):
             result = Outcome(answer=result)
         if not isinstance(result, Outcome):
@@ -438,11 +442,7 @@ def turn_rewards(calls: Sequence[Call], outcome: float, summed: bool) -> list[fl
         outcome: the trajectory's reward.
         summed: the outcome is already the sum of the calls' rewards.
 
-    Returns:
-        One float a call. They sum to the outcome plus the calls' own rewards.
-
-    Raises:
-        ValueError: a reward is not finite.
+    Returns one float a call. They sum to the outcome plus the calls' own. Raises ValueError where one is not finite.
     """
     rewards = [_finite(call.reply.reward) for call in calls]
     if rewards and not summed:

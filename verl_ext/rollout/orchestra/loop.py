@@ -29,7 +29,7 @@ import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
@@ -39,10 +39,11 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl_ext.contain import contained
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
-from verl_ext.rollout.orchestra import agents, core, prompts, settings
+from verl_ext.rollout.orchestra import agents, core, mcp_tools, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.tools import Tools
+from verl_ext.rollout.orchestra.voices import voices
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.rows import ModelCall
@@ -60,6 +61,11 @@ _fates: dict[str, rows.Fates] = {}
 class OrchestraLoop(AgentLoopBase):
     """Plays one trajectory of a team. See the module's text.
 
+    Attributes:
+        kind, where: what plays and where its settings stand, for messages.
+        reasons: for which a trajectory can fail; each is a number of its own.
+        servers: MCP servers by name, whose tools agents may name.
+
     Args:
         **kwargs: verl's, and any key of `OrchestraSettings` from the entry of an agent loop config, where the
             orchestra's name is called ``orchestra``.
@@ -68,17 +74,24 @@ class OrchestraLoop(AgentLoopBase):
         OptionError: a key or value that an orchestra does not take.
     """
 
+    kind = "the orchestra"
+    where = settings.WHERE
+    reasons: tuple[str, ...] = agents.REASONS
+    servers: Mapping[str, Any] = {}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         verls = loop_arguments()
         entry = {key: value for key, value in kwargs.items() if key not in verls}
         super().__init__(*args, **{key: value for key, value in kwargs.items() if key in verls})
-        entry["name"] = entry.pop("orchestra", None)
-        self.settings, self.retriever, self._lineups = _prepare(self.config, entry)
-        self.prompt_length = int(self.rollout_config.prompt_length)
-        self.response_length = int(self.rollout_config.response_length)
-        self.clients = {agents.POLICY: self.server_manager}
+        self._prepare(entry)
+        self.voices = voices(self)
         options = self.rollout_config.get("multi_turn") or {}
-        self.tools = Tools(options, kwargs.get("tools"), self.tokenizer, self.settings.tool_timeout_s, self._count)
+        given = kwargs.get("tools")
+        offered = [*(getattr(given, "tools", given) or []), *mcp_tools.tools(self.servers).values()]
+        self.tools = {
+            name: Tools(options, offered, voice.tokenizer, self.settings.tool_timeout_s, self._count)
+            for name, voice in self.voices.items()
+        }
         self._sampling: dict[str, Any] = {}
         self._request = ""
         self._requests = 0
@@ -88,6 +101,12 @@ class OrchestraLoop(AgentLoopBase):
         self._split = 0
         self._deterministic = bool(self.rollout_config.get("full_determinism", False))
         self._team: Team | None = None
+
+    def _prepare(self, entry: dict[str, Any]) -> None:
+        """Read the settings, with what the entry of an agent loop config says."""
+        entry["name"] = entry.pop("orchestra", None)
+        self.settings, self.retriever, self._lineups = _prepare(self.config, entry)
+        self.servers = self.settings.mcp
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -123,12 +142,12 @@ class OrchestraLoop(AgentLoopBase):
         if team.fatal is not None:
             raise team.fatal
         name = lineup.orchestra.name
-        fates = _fates.setdefault(name, rows.Fates(f"the orchestra {name!r}", logger))
+        fates = _fates.setdefault(name, rows.Fates(f"{self.kind} {name!r}", logger))
         if fates.note(failure, detail):
             raise RuntimeError(
-                f"the orchestra {name!r} failed in each of its first {fates.failures.total()} trajectories in this "
-                f"process, last with {failure}: {detail}. Mend the orchestration, the reward function, the data or "
-                "verl_ext.orchestra.*"
+                f"{self.kind} {name!r} failed in each of its first {fates.failures.total()} trajectories in this "
+                f"process, last with {failure}: {detail}. Mend what plays, the reward function, the data or "
+                f"{self.where}.*"
             )
         if failure:
             team.count(failure)
@@ -159,7 +178,7 @@ class OrchestraLoop(AgentLoopBase):
     def _lineup(self, name: str | None) -> settings.Lineup:
         key = name or ""
         if key not in self._lineups:
-            self._lineups[key] = settings.line_up(self.settings, name, tuple(self.clients))
+            self._lineups[key] = settings.line_up(self.settings, name, tuple(self.voices))
         return self._lineups[key]
 
     def _count(self, reason: str) -> None:
@@ -176,14 +195,14 @@ class OrchestraLoop(AgentLoopBase):
         """
         prompt_ids, cut, split = await threads(self.config, "tokenising").run(self._prompt, agent, messages)
         self._split += split
-        limit = min(self.response_length, agent.max_tokens or self.response_length)
+        voice = self.voices[agent.model]
+        limit = min(voice.response_length, agent.max_tokens or voice.response_length)
         self._requests += 1
         request = f"{self._request}-{agent.name}" + (f"-{self._requests}" if self._deterministic else "")
-        sampling = {**self._sampling, "max_tokens": limit}
-        client = self.clients[agent.model]
+        sampling = {**self._sampling_of(agent), "max_tokens": limit}
         try:
             call = await asyncio.wait_for(
-                rows.generate(self, request, prompt_ids, sampling, self._priority, client=client, limit=limit),
+                rows.generate(voice, request, prompt_ids, sampling, self._priority, limit=limit),
                 timeout=self.settings.call_timeout_s,
             )
         except asyncio.TimeoutError:
@@ -191,17 +210,32 @@ class OrchestraLoop(AgentLoopBase):
                 agents.ENGINE_TIMEOUT, f"no answer of agent {agent.name} within {self.settings.call_timeout_s} s"
             ) from None
         ids = call.response_ids
+        text = await rows.decode(voice, ids)
+        end = agent.ends(text) if agent.ends else None
+        if end is not None:
+            size = await threads(self.config, "decoding").run(_fewest, voice.tokenizer, ids, agent.ends)
+            call.response_ids = ids = ids[:size]
+            call.response_logprobs = None if call.response_logprobs is None else call.response_logprobs[:size]
+            text = text[:end]
         return Completion(
             response_ids=ids,
-            text=await rows.decode(self, ids),
-            truncated=len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id,
+            text=text,
+            truncated=end is None and len(ids) >= limit and ids[-1] != voice.tokenizer.eos_token_id,
             prompt_tokens_cut=cut,
             row=call,
         )
 
+    def _sampling_of(self, agent: Agent) -> dict[str, Any]:
+        """Parameters of the sampler for a call of this agent."""
+        return self._sampling
+
+    def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
+        """Tools that the chat template shows the agent."""
+        return self.tools[agent.model].schemas(agent)
+
     async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
         """Run the tool calls in an answer; see `Tools.use`."""
-        return await self.tools.use(agent, completion)
+        return await self.tools[agent.model].use(agent, completion)
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function (``reward.custom_reward_function``, else verl's default for the data source).
@@ -250,28 +284,28 @@ class OrchestraLoop(AgentLoopBase):
         Raises:
             OrchestraFailure: it does not fit and may not, or can't, be shortened.
         """
-        schemas = self.tools.schemas(agent)
-        shortened, plain = False, PlainText(self.tokenizer)
+        voice, schemas = self.voices[agent.model], self._schemas(agent)
+        shortened, plain = False, PlainText(voice.tokenizer)
         if self.settings.overlong_prompt == "shorten":
-            messages, shortened = prompts.bound(messages, self.prompt_length)
+            messages, shortened = prompts.bound(messages, voice.prompt_length)
         # What the data says is the user's own; all else may quote a model, a tool or a passage.
         messages = [message if message in self._data else plain.message(message) for message in messages]
 
         def tokens(body: Sequence[Mapping[str, Any]]) -> list[int]:
             whole = prompts.with_role(agent, body, self.settings.role_as)
-            return list(self.continuous_token_builder.build_initial_tokens(whole, tools=schemas or None))
+            return list(voice.continuous_token_builder.build_initial_tokens(whole, tools=schemas or None))
 
         ids = tokens(messages)
-        if len(ids) <= self.prompt_length:
+        if len(ids) <= voice.prompt_length:
             return ids, int(shortened), plain.split
         if self.settings.overlong_prompt == "shorten":
-            shorter = prompts.shorten(messages, tokens, self.prompt_length)
+            shorter = prompts.shorten(messages, tokens, voice.prompt_length)
             if shorter is not None:
                 return shorter, len(ids) - len(shorter), plain.split
         raise OrchestraFailure(
             agents.OVERLONG,
             f"the prompt of agent {agent.name} has {len(ids)} tokens, more than rollout.prompt_length="
-            f"{self.prompt_length}"
+            f"{voice.prompt_length}"
             + (", and it does not fit without its messages" if self.settings.overlong_prompt != "end" else "")
             + (f" (role and {len(agent.examples)} examples stay whole)" if agent.examples else ""),
         )
@@ -306,8 +340,9 @@ class OrchestraLoop(AgentLoopBase):
             }
             made.append(row)
         if not made:
-            ids = await rows.encode(self, task.messages)
-            row = rows.placeholder(self, ids, self._sampling, columns.get("global_steps"))
+            voice = self.voices[lineup.agents[0].model]
+            ids = await rows.encode(voice, task.messages)
+            row = rows.placeholder(voice, ids, self._sampling, columns.get("global_steps"))
             row.fields = {
                 "turn_reward": 0.0,
                 "agent_id": lineup.agents[0].name,
@@ -323,7 +358,7 @@ class OrchestraLoop(AgentLoopBase):
         for row, nothing in zip(made, empty, strict=True):
             if nothing:
                 # verl puts the reward on a row's last token, so a row needs one. It is not the model's: no loss on it.
-                row.response_ids = [int(self.tokenizer.eos_token_id or 0)]
+                row.response_ids = [int(self.voices[row.fields["model"]].tokenizer.eos_token_id or 0)]
                 row.response_logprobs = None if row.response_logprobs is None else [0.0]
         outputs = rows.make_rows(
             made,
@@ -358,7 +393,7 @@ class OrchestraLoop(AgentLoopBase):
             own = [call.reply for call in calls if call.agent.name == agent.name]
             info[f"calls_{agent.name}"] = float(len(own))
             info[f"invalid_{agent.name}"] = float(sum(not reply.valid for reply in own))
-        for reason in {*agents.REASONS, *events}:
+        for reason in {*self.reasons, *events}:
             info[f"failure_{reason}"] = float(events.get(reason, 0))
         return info
 
@@ -372,6 +407,16 @@ def _prepare(
         read = settings.read(config, entry)
         _prepared[key] = config, read, settings.retriever(read), {}  # the config is kept, so its id stays its own
     return _prepared[key][1:]
+
+
+def _fewest(tokenizer: Any, ids: Sequence[int], ends: Callable[[str], int | None]) -> int:
+    """The fewest tokens whose text is over: where an engine that knew of it would have ended."""
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        over = ends(tokenizer.decode(list(ids[:middle]), skip_special_tokens=True)) is not None
+        low, high = (low, middle) if over else (middle + 1, high)
+    return low
 
 
 def _reward_function(config: Any) -> Any:

@@ -18,6 +18,7 @@ SHIPPED = {
     "solver_verifier": "verl_ext.rollout.orchestra.solver_verifier",
     "search": "verl_ext.rollout.orchestra.search",
     "planner_worker": "verl_ext.rollout.orchestra.planner_worker",
+    "python": "verl_ext.rollout.orchestra.python_turns",
 }
 """Orchestras of this package and the modules that register them."""
 
@@ -56,6 +57,7 @@ def agent(
     tools: Sequence[str] = (),
     model: str = POLICY,
     max_tokens: int | None = None,
+    ends: Callable[[str], int | None] | None = None,
     examples: Sequence[Example | Mapping[str, str]] = (),
 ) -> Callable[[Callable[[str], Any]], Agent]: ...
 def agent(
@@ -65,6 +67,7 @@ def agent(
     tools: Sequence[str] = (),
     model: str = POLICY,
     max_tokens: int | None = None,
+    ends: Callable[[str], int | None] | None = None,
     examples: Sequence[Example | Mapping[str, str]] = (),
 ) -> Agent | Callable[[Callable[[str], Any]], Agent]:
     """Make an agent of a function that reads its answers. The docstring is the agent's role.
@@ -82,6 +85,7 @@ def agent(
         tools: names of tools that it may call.
         model: name of the model that answers.
         max_tokens: bound on its answers, on top of ``rollout.response_length``.
+        ends: where an answer is over; see `Agent`.
         examples: demonstrations, a list of ``{user, assistant}``: chat turns between the role and a call's messages.
 
     Returns:
@@ -93,7 +97,8 @@ def agent(
 
     def make(read: Callable[[str], Any], named: str | None = None) -> Agent:
         prompt = inspect.cleandoc(read.__doc__ or "") if role is None else role
-        return Agent(named or read.__name__, prompt, read, tuple(tools), model, max_tokens, as_examples(examples))
+        shown = as_examples(examples)
+        return Agent(named or read.__name__, prompt, read, tuple(tools), model, max_tokens, ends, shown)
 
     if callable(name):
         return make(name)
@@ -159,7 +164,7 @@ def _orchestra(name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[
         team.append(known[parameter.name])
     if not team:
         raise TypeError(f"orchestra {name!r} has no agent: add a parameter named like one, after the task")
-    hints = typing.get_type_hints(play)
+    hints = typing.get_type_hints(play, include_extras=True)
     options, defaults = {}, {}
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY:

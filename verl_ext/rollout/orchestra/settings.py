@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +13,12 @@ from typing import Any, Literal
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.integration.options import OptionError, coerce, select
-from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
+from verl_ext.integration import model_options, options
+from verl_ext.integration.model_options import POLICY
+from verl_ext.integration.options import OptionError, select
+from verl_ext.methods.options import AtLeastOne, Count, Positive
+from verl_ext.rollout.orchestra import mcp_tools
+from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
 
@@ -32,6 +34,7 @@ class AgentSettings:
         role_file: a text file with the role prompt; not together with `role`.
         model: name of the model that answers. Null: the agent's own.
         max_tokens: bound on its answers. Null: the agent's own.
+        tools: names of tools that it may call. Null: the agent's own.
         examples: demonstrations, chat turns between the role and a call's messages: a list of ``{user, assistant}``,
             or a YAML or JSON file with such a list, or with one for each agent's name. Null: the agent's own; ``[]``:
             none.
@@ -40,8 +43,13 @@ class AgentSettings:
     role: str | None = None
     role_file: str | None = None
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: AtLeastOne | None = None
+    tools: tuple[str, ...] | None = None
     examples: tuple[Example, ...] | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role is not None and self.role_file is not None:
+            raise ValueError("role_file: both role and role_file are set; keep one of them")
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class OrchestraSettings:
         options: the orchestra's own options (keyword-only parameters).
         agents: changes to agents, by name.
         retriever: ``{kind: bm25, ...}`` or ``{kind: http, ...}``; see `verl_ext.rollout.retrieval`.
+        mcp: servers whose tools agents may name: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
         max_calls: model calls a trajectory may make.
         max_tool_rounds: calls that follow from one request to an agent with tools, beyond the first.
         call_timeout_s: seconds for one model call.
@@ -72,28 +81,19 @@ class OrchestraSettings:
 
     name: str | None = None
     modules: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    agents: Mapping[str, AgentSettings] = field(default_factory=dict)
-    retriever: Mapping[str, Any] | None = None
-    max_calls: int = 64
-    max_tool_rounds: int = 4
-    call_timeout_s: float = 600.0
-    time_limit_s: float = 3600.0
-    tool_timeout_s: float = 60.0
-    reward_timeout_s: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)
+    agents: dict[str, AgentSettings] = field(default_factory=dict)
+    retriever: dict[str, Any] | None = None
+    mcp: dict[str, Any] = field(default_factory=dict)
+    max_calls: AtLeastOne = 64
+    max_tool_rounds: Count = 4
+    call_timeout_s: Positive = 600.0
+    time_limit_s: Positive = 3600.0
+    tool_timeout_s: Positive = 60.0
+    reward_timeout_s: Positive = 60.0
     overlong_prompt: Literal["shorten", "end"] = "shorten"
     on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
     role_as: Literal["system", "user"] = "system"
-
-    def __post_init__(self) -> None:
-        for name in ("call_timeout_s", "time_limit_s", "tool_timeout_s", "reward_timeout_s"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise OptionError(f"{WHERE}.{name} is {value}; give a number of seconds greater than 0.")
-        if self.max_calls < 1:
-            raise OptionError(f"{WHERE}.max_calls is {self.max_calls}; it must be at least 1.")
-        if self.max_tool_rounds < 0:
-            raise OptionError(f"{WHERE}.max_tool_rounds is {self.max_tool_rounds}; it must be at least 0.")
 
 
 def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettings:
@@ -109,26 +109,12 @@ def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettin
     node = _plain(select(select(config, "verl_ext"), "orchestra", {}))
     if not isinstance(node, Mapping):
         raise OptionError(f"{WHERE} must hold keys such as name and options, but it is {node!r}.")
-    given = {**node, **{key: _plain(value) for key, value in (entry or {}).items() if value is not None}}
-    known = typing.get_type_hints(OrchestraSettings)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        where = f"{WHERE}.{key}"
-        if key not in known:
-            raise OptionError(
-                f"{where} is not a key of an orchestra.{_near(key, known)} Known keys: {', '.join(known)}."
-            )
-        if value is None:
-            continue
-        if key == "modules":
-            value = [value] if isinstance(value, str) else value
-        if key in ("options", "agents", "retriever"):
-            if not isinstance(value, Mapping):
-                raise OptionError(f"{where} is {value!r}; give keys and values.")
-            values[key] = {name: _agent(name, one) for name, one in value.items()} if key == "agents" else dict(value)
-        else:
-            values[key] = coerce(value, known[key], where)
-    return OrchestraSettings(**values)
+    own = {key: _plain(value) for key, value in (entry or {}).items() if value is not None}
+    given = {**{key: value for key, value in node.items() if value is not None}, **own}
+    if isinstance(given.get("modules"), str):
+        given["modules"] = [given["modules"]]
+    read = options.read({"orchestra": given}, "orchestra", OrchestraSettings, where=WHERE)
+    return dataclasses.replace(read, agents={name: _agent(name, one) for name, one in read.agents.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -142,23 +128,11 @@ def _near(key: Any, known: Mapping[str, Any]) -> str:
 
 def _agent(name: str, node: Any) -> AgentSettings:
     where = f"{WHERE}.agents.{name}"
-    if not isinstance(node, Mapping):
-        raise OptionError(f"{where} is {node!r}; give keys such as role.")
-    known = typing.get_type_hints(AgentSettings)
-    values: dict[str, Any] = {}
-    for key, value in node.items():
-        if key not in known:
-            raise OptionError(f"{where}.{key} is not a key of an agent.{_near(key, known)} Known: {', '.join(known)}.")
-        if key == "examples" and value is not None:
-            values[key] = value if isinstance(value, str) else _examples(value, where)
-        else:
-            values[key] = coerce(value, known[key], f"{where}.{key}")
-    made = AgentSettings(**values)
-    if made.role is not None and made.role_file is not None:
-        raise OptionError(f"{where} has both role and role_file; keep one of them.")
-    if made.max_tokens is not None and made.max_tokens < 1:
-        raise OptionError(f"{where}.max_tokens is {made.max_tokens}; it must be at least 1.")
-    return made
+    given = dict(node) if isinstance(node, Mapping) else node
+    examples = given.pop("examples", None) if isinstance(given, dict) else None
+    if not isinstance(examples, str | None):
+        examples = _examples(examples, where)
+    return dataclasses.replace(options.read({"agent": given}, "agent", AgentSettings, where=where), examples=examples)
 
 
 def _examples(given: Any, where: str) -> tuple[Example, ...]:
@@ -214,9 +188,9 @@ def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[
             "`orchestra`."
         )
     team = find(chosen, settings.modules)
-    options, changes = settings.options, settings.agents
+    chosen_options, changes = settings.options, settings.agents
     if name and name != settings.name:
-        options = {key: value for key, value in options.items() if key in team.options}
+        chosen_options = {key: value for key, value in chosen_options.items() if key in team.options}
         changes = {key: value for key, value in changes.items() if key in {one.name for one in team.agents}}
     for key in changes:
         names = {one.name: one for one in team.agents}
@@ -226,7 +200,7 @@ def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[
                 f"{', '.join(names)}."
             )
     agents = tuple(_changed(one, changes.get(one.name), models) for one in team.agents)
-    return Lineup(team, agents, check_options(team, options))
+    return Lineup(team, agents, check_options(team, chosen_options))
 
 
 def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]) -> Agent:
@@ -247,6 +221,7 @@ def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]
                 role=agent.role if role is None else role,
                 model=change.model or agent.model,
                 max_tokens=change.max_tokens or agent.max_tokens,
+                tools=agent.tools if change.tools is None else change.tools,
                 examples=examples,
             )
         except ValueError as error:
@@ -269,6 +244,8 @@ def retriever(settings: OrchestraSettings) -> Retriever | None:
         return None
     try:
         return make_retriever(settings.retriever)
+    except OptionError as error:
+        raise OptionError(f"{WHERE}.{error}") from error
     except (ValueError, ImportError, OSError) as error:
         raise OptionError(f"{WHERE}.retriever: {error}") from error
 
@@ -286,4 +263,16 @@ def check(config: Any) -> Lineup | None:
         return None
     settings = read(config)
     retriever(settings)
-    return line_up(settings) if settings.name else None
+    mcp_tools.check(settings.mcp)
+    if not settings.name:
+        return None
+    names = model_options.names(config)
+    found = line_up(settings, models=names)
+    for name in names[1:]:
+        if name not in {agent.model for agent in found.agents}:
+            raise OptionError(
+                f"{model_options.KEY}.{name}: no agent of the orchestra {settings.name} asks for this model. Set "
+                f"{WHERE}.agents.<agent>.model={name} for one of {', '.join(agent.name for agent in found.agents)}, or "
+                "leave the model out."
+            )
+    return found

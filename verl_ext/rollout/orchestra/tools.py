@@ -26,7 +26,7 @@ class Tools:
 
     Args:
         options: ``rollout.multi_turn``: ``format``, ``max_parallel_calls``, ``max_tool_response_length``.
-        given: verl's tools for the agent loop.
+        given: verl's tools for the agent loop, and those of MCP servers.
         tokenizer: of the model.
         timeout_s: seconds for one call.
         count: takes a reason; called for a tool that failed.
@@ -36,7 +36,7 @@ class Tools:
         self, options: Mapping[str, Any], given: Any, tokenizer: Any, timeout_s: float, count: Callable[[str], None]
     ) -> None:
         self.options, self.tokenizer, self.timeout_s, self.count = options, tokenizer, timeout_s, count
-        self.given = {tool.name: tool for tool in getattr(given, "tools", given) or []}
+        self.given = {tool.name: tool for tool in given}
 
     def tool(self, agent: Agent, name: str) -> Any:
         """One of an agent's tools.
@@ -50,8 +50,8 @@ class Tools:
         if name not in known:
             raise OptionError(
                 f"agent {agent.name} has the tool {name!r}, which is not there (there are: {', '.join(known) or 'none'}"
-                "). Name it in rollout.multi_turn.tool_config_path or function_tool_path, or put verl's decorator "
-                "function_tool on a function of your module."
+                "). Name it in rollout.multi_turn.tool_config_path or function_tool_path, put verl's decorator "
+                "function_tool on a function of your module, or name its server in verl_ext.orchestra.mcp."
             )
         return known[name]
 
@@ -81,7 +81,7 @@ class Tools:
         completion.row.metrics.tool_calls += timing["tool_calls"]
         longest = int(self.options.get("max_tool_response_length") or 2**31)
         asked = [
-            {"type": "function", "function": {"name": c.name, "arguments": _arguments(c.arguments)}} for c in calls
+            {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls
         ]
         return [
             {"role": "assistant", "content": content or "", "tool_calls": asked},
@@ -139,7 +139,7 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
     return parser
 
 
-def _arguments(text: str) -> Any:
+def arguments_of(text: str) -> Any:
     """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON."""
     try:
         return json.loads(text)

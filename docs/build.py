@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from verl_ext.recipes import documented_keys, recipe_root, recipes
+from verl_ext.recipes import documented_keys, leaves_of, recipe_root, recipes
 from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
 from verl_ext.rollout.orchestra.settings import AgentSettings, OrchestraSettings
@@ -59,20 +59,13 @@ def table(rows: list[tuple[str, Any, str]]) -> list[str]:
     return [*lines, ""]
 
 
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by dotted key."""
-    if not (isinstance(node, dict) and node):
-        return {prefix: node}
-    return {k: v for key, value in node.items() for k, v in leaves(value, f"{prefix}.{key}" if prefix else key).items()}
-
-
 def recipe_rows(path: Path) -> list[tuple[str, Any, str]]:
     """Keys that the file itself states, with value and comment, in its order."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     content.pop("defaults", None)
     docs, sections = documented_keys(path)
     rows = []
-    for key, value in leaves(content).items():
+    for key, value in leaves_of(content):
         above = [key.rsplit(".", cut)[0] for cut in range(1, key.count(".") + 1)]
         rows.append((key, value, docs.get(key) or next((sections[one] for one in above if sections.get(one)), "")))
     return rows

@@ -39,3 +39,16 @@ VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" python -m verl.trainer.main_ppo '+rec
     verl_ext.rollouts_dir="$OUT/rollouts" \
     hydra.run.dir="$OUT/hydra" \
     "$@"
+
+python - "$OUT/metrics.jsonl" <<'PYTHON'
+import json
+import sys
+
+for line in map(json.loads, open(sys.argv[1])):
+    found = line["data"]
+    if "sandbox/calls" in found:
+        calls, seconds, share = (found[f"sandbox/{name}"] for name in ("calls", "seconds", "share_of_step"))
+        rate = calls / found["timing_s/step"]
+        print(f"step {line['step']}: {calls:.0f} calls in the sandbox, {rate:.0f} a second of the step; "
+              f"their processes lived {seconds:.2f} s, {share:.3f} of it")
+PYTHON

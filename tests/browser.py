@@ -121,7 +121,7 @@ class Browser:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters, **({"sessionId": session} if session else {})}
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while True:
             answer = self._receive(until - time.monotonic())
             if answer.get("id") == number:
@@ -179,7 +179,7 @@ class Page:
             raise RuntimeError(result["exceptionDetails"]["exception"].get("description", "exception"))
         return result["result"].get("value")
 
-    def until(self, condition: str, seconds: float = 10) -> None:
+    def until(self, condition: str, seconds: float = 60) -> None:
         """Wait until a JavaScript expression holds."""
         end = time.monotonic() + seconds
         while not self.run(f"Boolean({condition})"):

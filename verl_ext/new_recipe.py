@@ -142,14 +142,8 @@ python -m verl.trainer.main_ppo +recipe=NAME data.train_files=... actor_rollout_
 
 
 def new_recipe(name: str, out: Path) -> Path:
-    """Write the package `name` into a folder of that name below `out`.
-
-    Returns:
-        the folder.
-
-    Raises:
-        UsageError: the name can't be one, is taken, or the folder exists.
-    """
+    """Write the package `name` into a folder of that name below `out`. Returns the folder. Raises UsageError: the name
+    can't be one, is taken, or the folder exists."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UsageError(f"{name!r} is no name for a method: use lower-case letters, digits and _, such as my_method.")
     if name == "mix" or name in [recipe.name for recipe in recipes()]:

@@ -191,6 +191,8 @@ def _contain_reward_functions(module: Any) -> None:
 
 
 AGENT_LOOPS = {
+    "verl_ext_gateway": "verl_ext.rollout.gateway.loop.GatewayLoop",
+    "verl_ext_kernels": "verl_ext.kernels.loop.KernelLoop",
     "verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
     "verl_ext_orchestra": "verl_ext.rollout.orchestra.loop.OrchestraLoop",
     "verl_ext_step_wise": "verl_ext.rollout.step_wise.StepWiseLoop",

@@ -106,14 +106,7 @@ class Comparison:
     sections: dict[str, str] = field(default_factory=dict)
 
 
-class _Absent:
-    """Type of `ABSENT`."""
-
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT = _Absent()
+ABSENT = object()
 """Stands for a key that does not exist, which is not the same as a key with the value null."""
 
 
@@ -147,11 +140,8 @@ def method_entry_points() -> tuple[EntryPoint, ...]:
 
 
 def recipe_roots() -> list[Path]:
-    """`recipe_root` and the packages with methods of their own that hold a folder ``recipe/``.
-
-    Raises:
-        RecipeError: the installation has no recipes.
-    """
+    """`recipe_root` and the packages with methods of their own that hold a folder ``recipe/``. Raises RecipeError: the
+    installation has no recipes."""
     roots = [recipe_root()]
     for package in sorted({point.value.split(".")[0].split(":")[0] for point in method_entry_points()}):
         spec = importlib.util.find_spec(package)
@@ -166,11 +156,8 @@ def search_path_uris() -> list[str]:
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe of this installation and of packages with methods, ordered by kind and then by name.
-
-    Raises:
-        RecipeError: a recipe's header lacks a field or names an unknown kind.
-    """
+    """Every recipe of this installation and of packages with methods, ordered by kind and then by name. Raises
+    RecipeError: a recipe's header lacks a field or names an unknown kind."""
     found = []
     folders = [root / GROUP for root in recipe_roots()]
     for path, folder in ((path, root) for root in folders for path in sorted(root.rglob("*.yaml"))):
@@ -184,11 +171,8 @@ def recipes() -> list[Recipe]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of this name.
-
-    Raises:
-        UnknownRecipeError: there is none; the message names the nearest and lists all.
-    """
+    """The recipe of this name. Raises UnknownRecipeError: there is none; the message names the nearest and lists
+    all."""
     known = {recipe.name: recipe for recipe in recipes()}
     if name not in known:
         if is_table(name):
@@ -358,11 +342,8 @@ def _comment_at(lines: list[str], header: int, key_node: Any, value_node: Any) -
 
 
 def verl_config_dir() -> Path:
-    """The folder of the installed verl that holds ``ppo_trainer.yaml``, found without importing verl.
-
-    Raises:
-        RecipeError: verl is not installed.
-    """
+    """The folder of the installed verl that holds ``ppo_trainer.yaml``, found without importing verl. Raises
+    RecipeError: verl is not installed."""
     spec = importlib.util.find_spec("verl")
     for location in (spec.submodule_search_locations or []) if spec else []:
         folder = Path(location) / "trainer" / "config"
@@ -419,8 +400,7 @@ def compare(names: Sequence[str]) -> Comparison:
         for target, source in ((leaves, own_leaves), (sections, own_sections)):
             for key, doc in source.items():
                 target[key] = doc or target.get(key, "")
-    before = dict(_flatten(_without_recipes()))
-    after = dict(_flatten(compose(names)))
+    before, after = dict(leaves_of(_without_recipes())), dict(leaves_of(compose(names)))
     order = {key: place for place, key in enumerate(leaves)}
     keys = sorted({*before, *after}, key=lambda key: (order.get(key, len(order)), key))
     changes = []
@@ -436,10 +416,10 @@ def _without_recipes() -> dict[str, Any]:
     return compose([])
 
 
-def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of nested dicts by dotted key; an empty dict and a list are leaves."""
     if isinstance(node, dict) and (node or not prefix):
         for key, value in node.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves_of(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node

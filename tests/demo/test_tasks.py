@@ -37,8 +37,8 @@ def assets_of(folder: Path, **changes: Any) -> DemoAssets:
 @pytest.mark.parametrize(
     ("recipes", "name", "task"),
     [
-        (["trloo"], None, "chain_sum"),
-        (["kpo", "otb"], None, "chain_sum"),
+        (["trloo"], None, "sums"),
+        (["kpo", "otb"], None, "sums"),
         (["hgpo"], None, "lake"),
         (["gigpo", "kpo"], None, "lake"),
         (["hgpo", "gigpo"], None, "lake"),
@@ -56,7 +56,7 @@ def test_the_recipe_says_which_task(recipes: list[str], name: str | None, task: 
 def test_recipes_of_two_tasks_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(tasks.DemoError, match="dr_mas is shown on second_try, hgpo is shown on lake; .* --task"):
         tasks.choose(["dr_mas", "hgpo"])
-    with pytest.raises(tasks.DemoError, match="no demo task is called 'sea'; --task takes chain_sum, lake"):
+    with pytest.raises(tasks.DemoError, match="no demo task is called 'sea'; --task takes sums, chain_sum, lake"):
         tasks.choose(["hgpo"], "sea")
     out = tmp_path / "run"
     assert cli.main(["demo", "--recipe", "dr_mas,hgpo", "--out", str(out)]) == 2
@@ -74,6 +74,7 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("task", "recipes", "loop"),
     [
+        ("sums", ["trloo"], "verl_ext_multi_turn"),
         ("chain_sum", ["trloo"], "verl_ext_multi_turn"),
         ("lake", ["hgpo"], "verl_ext_step_wise"),
         ("lake", ["gigpo", "kpo"], "verl_ext_step_wise"),
@@ -95,7 +96,7 @@ def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], lo
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
     assert config.trainer.total_training_steps == 7 and config.data.seed == 5
     assert config.trainer.device == "cpu"
-    if task == "chain_sum":
+    if task in ("sums", "chain_sum"):
         assert updates.updates_per_batch(config) is None
         return
     assert updates.updates_per_batch(config) == 2

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -34,24 +33,11 @@ def readme_code(first_line: str) -> str:
     return found
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
-    """An untrained Llama of 100k parameters with a byte-level tokenizer."""
+def small_llama(tokenizer: Any, seed: int = 0) -> Any:
+    """An untrained Llama of two layers for this tokenizer."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain.train_from_iterator(
-        [], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -66,25 +52,45 @@ def make_model(folder: Path, seed: int = 0) -> Path:
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM(config)
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """An untrained Llama of 100k parameters with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    small_llama(tokenizer, seed).save_pretrained(folder)
     return folder
 
 
-def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None) -> Path:
-    """Single-turn prompts whose reward is `REWARD`."""
+def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None, source: str = "toy") -> Path:
+    """Single-turn prompts whose reward is `REWARD`, or what verl has for another data source."""
     import pandas
 
     records = [
         {
             "prompt": [{"role": "user", "content": f"say {i}"}],
-            "data_source": "toy",
-            "reward_model": {"style": "rule", "ground_truth": ""},
+            "data_source": source,
+            "reward_model": {"style": "rule", "ground_truth": "7" if source != "toy" else ""},
             "extra_info": {"index": i},
             **({"agent_name": agent_loop} if agent_loop else {}),
         }
         for i in range(rows)
     ]
-    path = folder / f"{agent_loop or 'plain'}.parquet"
+    path = folder / f"{agent_loop or 'plain'}{'' if source == 'toy' else source}.parquet"
     pandas.DataFrame(records).to_parquet(path)
     return path
 
@@ -175,7 +181,7 @@ class Lab:
         environment: dict[str, str] | None = None,
         kill_when: Callable[[Path], bool] | None = None,
         kill_with: int = signal.SIGKILL,
-        timeout: float = 300,
+        timeout: float = 600,
     ) -> Run:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
@@ -243,10 +249,6 @@ class Lab:
         if self.standing is not None:
             said = folder / "exit_code"
             code = int(said.read_text()) if said.exists() else -signal.SIGKILL
-            # The run's fork server would wait for more workers as long as Ray stands.
-            for process in marked(folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGTERM)
         return Run(folder, code, time.monotonic() - started)
 
 
@@ -288,7 +290,7 @@ def steps_logged(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
     """Whether `condition` comes to hold within `seconds`."""
     until = time.monotonic() + seconds
     while not condition():

@@ -10,11 +10,11 @@ from typing import Any
 
 from verl_ext.platform import fork_worker
 
-# A node that is gone refuses each check at once and is dead after three seconds; a busy one has 15 to answer.
+# A node that is gone refuses each check at once and is dead after three seconds; a busy one has 90 to answer.
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 5000,
+    "health_check_timeout_ms": 30000,
     "health_check_failure_threshold": 3,
 }
 

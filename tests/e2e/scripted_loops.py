@@ -6,7 +6,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from verl_ext.integration.token_kl import IDS, LOG_PROBS
+
+
+def recorded(prompt: int, session: int, turn: int) -> list[int]:
+    """The tokens of a turn of `Recorded`."""
+    return [20 + (prompt + 5 * session + turn + k) % 60 for k in range(2 + session)]
+
+
+def distributions(prompt: int, session: int, turn: int) -> torch.Tensor:
+    """What `Distributed` says it sampled these tokens from, log-probabilities [tokens, 259]: far from uniform, and so
+    from an untrained model, in the last sample of a prompt."""
+    generator = torch.Generator().manual_seed(100 * prompt + 10 * session + turn)
+    logits = torch.randn(len(recorded(prompt, session, turn)), 259, generator=generator)
+    return (logits * (1.0 if session == 3 else 0.2)).log_softmax(-1)
 
 
 class Recorded(AgentLoopBase):
@@ -15,22 +32,28 @@ class Recorded(AgentLoopBase):
     def reward(self, prompt: int, session: int, turn: int) -> float:
         return float((7 * prompt + 3 * session + turn) % 5) / 4
 
+    def sampler(self, prompt: int, session: int, turn: int, answer: list[int]) -> tuple[list[float], dict[str, Any]]:
+        """Log-probabilities of the answer's tokens, and what else the sampler says of them."""
+        return [-5.0] * len(answer), {}
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         prompt, session = int(kwargs["extra_info"]["index"]), int(kwargs["session_id"])
         ids = [3 + prompt, 7, 11]
         rows = []
         for turn in range(1 + (prompt + session) % 3):
-            answer = [20 + (prompt + 5 * session + turn + k) % 60 for k in range(2 + session)]
+            answer = recorded(prompt, session, turn)
+            log_probs, said = self.sampler(prompt, session, turn, answer)
             rows.append(
                 AgentLoopOutput(
                     prompt_ids=list(ids),
                     response_ids=answer,
                     response_mask=[1] * len(answer),
-                    response_logprobs=[-5.0] * len(answer),
+                    response_logprobs=log_probs,
                     reward_score=1.0,
                     num_turns=2,
                     metrics=AgentLoopMetrics(),
                     extra_fields={
+                        **said,
                         "turn_reward": self.reward(prompt, session, turn),
                         "agent_id": "solver",
                         "anchor_obs": f"{prompt}/{session}/{turn}",
@@ -42,6 +65,21 @@ class Recorded(AgentLoopBase):
             )
             ids = ids + answer
         return rows
+
+
+class Distributed(Recorded):
+    """With the distributions that the embedded engine would send: of all tokens, or of as many as it is asked for."""
+
+    def sampler(self, prompt: int, session: int, turn: int, answer: list[int]) -> tuple[list[float], dict[str, Any]]:
+        whole, count = (
+            distributions(prompt, session, turn),
+            self.rollout_config.engine_kwargs["embedded"]["top_logprobs"],
+        )
+        log_probs = whole[range(len(answer)), answer].tolist()
+        if count < 0:
+            return log_probs, {LOG_PROBS: whole.numpy()}
+        top = whole.topk(count)
+        return log_probs, {LOG_PROBS: top.values.numpy(), IDS: top.indices.numpy().astype(np.int32)}
 
 
 class Surging(AgentLoopBase):

@@ -17,6 +17,13 @@ from verl_ext.platform import fork_worker
 HERE = Path(__file__).resolve().parent
 #: What a launcher says to get a copy of the process with the imports, which is one that workers are copied from.
 ASKS = ("RAY_RAYLET_PID", "RAY_JOB_ID")
+#: What that process is itself a copy of, as are those of the runs' workers: neither Ray nor verl.
+IMPORTS = (
+    "torch,torch._dynamo,torch._inductor.config,torch.distributed.checkpoint,torch.distributed.fsdp,"
+    "torch.utils.tensorboard,torchdata.stateful_dataloader,tensordict,transformers.generation,"
+    "transformers.models.llama.modeling_llama,accelerate,peft,datasets,hydra,pandas,pyarrow.parquet,aiohttp,fastapi,"
+    "uvicorn,zmq"
+)
 #: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
 #: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
 NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
@@ -48,17 +55,18 @@ class StandingRay:
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
         """`variables` for the launcher, and through Ray's job for every process of the run."""
-        job = {"runtime_env": {"env_vars": variables}}
+        job = {"runtime_env": {"env_vars": {**variables, fork_worker.FROM: self.found["imports"]}}}
         return {
             **variables,
             **NO_TOKENS,
             **dict(zip(ASKS, (self.found["raylet"], "launchers"), strict=True)),
             "RAY_ADDRESS": self.found["address"],
+            fork_worker.FROM: self.found["imports"],
             "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),
         }
 
     def end(self) -> None:
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=300)
 
 
 def main() -> None:
@@ -67,11 +75,14 @@ def main() -> None:
     # Logical figures, so many that a run need not wait for the processes of the last one to be gone.
     context = ray.init(num_gpus=8, num_cpus=100, include_dashboard=False, log_to_driver=False)
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-    os.environ.update(zip(ASKS, (str(raylet), "launchers"), strict=True))
-    connection = fork_worker.connect(raylet)
-    assert connection is not None, "the process with the imports did not start"
-    connection.close()
-    print(json.dumps({"address": context.address_info["address"], "raylet": str(raylet)}), flush=True)
+    found = {"address": context.address_info["address"], "raylet": str(raylet)}
+    os.environ[fork_worker.IDLE_S] = "inf"
+    for name, modules in (("imports", IMPORTS), ("launchers", fork_worker.IMPORTS)):
+        os.environ.update({**dict(zip(ASKS, (str(raylet), name), strict=True)), fork_worker.MODULES: modules})
+        with fork_worker.connect(raylet) as connection:
+            found.setdefault("imports", connection.getpeername())
+            os.environ[fork_worker.FROM] = found["imports"]
+    print(json.dumps(found), flush=True)
     sys.stdin.read()
     ray.shutdown()
 

@@ -16,7 +16,7 @@ from test_separate_async import SEPARATE
 
 from verl_ext.integration.parts import nodes as parts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(5400)]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,17 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
         return True
 
     endless = [*settings, "trainer.total_training_steps=1000", "trainer.max_actor_ckpt_to_keep=2"]
-    run = lab.run("cluster", overrides=endless, kill_when=lose_one, kill_with=0, timeout=900)
+    run = lab.run("cluster", overrides=endless, kill_when=lose_one, kill_with=0, timeout=2400)
     assert run.code != 0
     assert "the Ray node third (" in run.log, run.log[-6000:]
     ranks = at["WorkerDict"]
     assert len(ranks) == 2 and at["EmbeddedServer"] - ranks, dict(at)
     early = run.metrics
-    assert early[1]["training/rollout_probs_diff_max"] < 1e-4
+    assert early[1]["actor/grad_norm"] > 0 and early[1]["training/rollout_probs_diff_max"] < 1e-5
 
     nodes.add("fourth")
     last = max(early) + 1
-    run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=900).check()
+    run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=2400).check()
     assert sorted(run.metrics) == list(range(1, last + 1))
     assert "Resuming from" in run.log or "setting global step to" in run.log
 

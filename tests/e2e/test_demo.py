@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from harness import Run
 
+from verl_ext.whatif.records import advantages, read
+
 pytestmark = pytest.mark.e2e
 
 
@@ -19,7 +21,7 @@ def demo(out: Path, *words: str) -> str:
         [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -39,6 +41,14 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
     assert summary["recipes"] == ["trloo"] and 0 <= summary["val_before"] <= 1
     assert summary["rollout_vs_trainer_prob_diff_max"] < 1e-4
     first = Run(out, 0, 0.0).metrics
+    # The record of the last batch: what its estimator makes of it now is what it made of it in training.
+    assert "what other estimators would have done with the last batch" in said and "\ngrpo " in said
+    record = read(out / "records" / "2.pt")
+    mask = record.tokens["response_mask"]
+    again = (advantages(record, "trloo").sum(1) / mask.sum(1)).tolist()
+    rows = [json.loads(line) for line in (out / "rows" / "2.jsonl").read_text().splitlines()]
+    assert dict(zip(record.keys, again, strict=True)) == pytest.approx({row["key"]: row["advantage"] for row in rows})
+    assert {"sum_pi_squared", "entropy", "rollout_log_probs"} <= set(record.tokens)
 
     demo(out, "--steps", "3", *small)
     metrics = Run(out, 0, 0.0).metrics

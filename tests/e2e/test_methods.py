@@ -39,6 +39,8 @@ METHODS = {
     "trloo,mrs": {
         "rejection/mrs/kept_share": (1, 1),
         "rejection/mrs/statistic/p50": (0.9999, 1.0001),
+        "rejection/trm/kept_share": (1, 1),
+        "rejection/trm/statistic_max/p95": (0, 1e-6),
         "rejection/skipped_updates/count": (0, 0),
     },
     "dr_mas,otb": {"mix/otb/rms": (0, math.inf), "mix/tir_optimal_token_baseline/rms": (0, math.inf)},
@@ -51,9 +53,15 @@ METHODS = {
         "rejection/log_ppl_gap/mean": (-1e-4, 1e-4),
         "rejection/skipped_updates/count": (0, 4),
         "empg/step_entropy/max": (4, math.log(260)),
+        "agent/writer/grad_norm/mean": (0, math.inf),
+        "agent/critic/grad_norm/mean": (0, math.inf),
         "actor/kpo/log_ratio_std": (0, math.inf),
     },
-    "hgpo,rloo,kpo": {"mix/hgpo/weight": (0.5, 0.5), "actor/kpo/filtered_log_ratio_std": (0, math.inf)},
+    "hgpo,rloo,empg,kpo": {
+        "mix/hgpo/weight": (0.5, 0.5),
+        "empg/advantage_rms/after": (1e-6, math.inf),
+        "actor/kpo/filtered_log_ratio_std": (0, math.inf),
+    },
 }
 
 
@@ -71,10 +79,13 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
     if recipe == "dr_mas,otb":
         # verl's own, beside ours: it gets its input here, and with these turns it is the same estimator.
         overrides.append("+algorithm.mix.tir_optimal_token_baseline=1.0")
+    if recipe == "trloo,mrs":
+        overrides += ["+algorithm.rejection.trm=true", "+algorithm.trm.divergence=top_k"]
     if "variance_filter" in recipe:
         # Half of the prompts; and nothing is void, since random text has neither code nor answer.
         overrides += ["algorithm.variance_filter.quantile=0.5", "algorithm.simpletir.answer=''"]
         overrides.append("algorithm.trm.divergence=exact")  # sampler and trainer have the same weights in float32
+        overrides.append("verl_ext.agent_gradients=true")
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     run = standing_lab.run(
         f"method_{recipe.replace(',', '_')[:40]}",
@@ -94,7 +105,13 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
         ours, verls = (metrics[1][f"mix/{name}/rms"] for name in ("otb", "tir_optimal_token_baseline"))
         assert ours == pytest.approx(verls, rel=1e-4)
         assert metrics[1]["mix/correlation/otb-tir_optimal_token_baseline"] == pytest.approx(1.0, abs=1e-6)
+    if "variance_filter" in recipe:
+        for step in metrics.values():  # an agent without a kept row in an update has no part of its gradient
+            parts = sum(step[f"agent/{agent}/grad_norm/max"] for agent in ("writer", "critic"))
+            assert 0 < step["actor/grad_norm"] <= parts * (1 + 1e-5)
     rows = run.rows(1)
+    if "empg" in recipe and "mrs" not in recipe:  # it takes the mean off, whatever the mixture's was
+        assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-4)
     assert {row["agent_id"] for row in rows} == {"writer", "critic"}
     assert any(row["advantage"] != 0 for row in rows)
 

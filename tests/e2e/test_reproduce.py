@@ -29,14 +29,14 @@ def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: P
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        logged = eventually(lambda: first.poll() is not None or 2 in Run(run, 0, 0.0).metrics, 300)
+        logged = eventually(lambda: first.poll() is not None or 2 in Run(run, 0, 0.0).metrics, 600)
     finally:
         if first.poll() is None:
             os.killpg(first.pid, signal.SIGKILL)
         said = first.communicate()[0]
     assert logged and first.returncode == -signal.SIGKILL, said[-4000:]
     assert "Laptop scale: a test of the claim's direction, not the paper's number." in said
-    assert eventually(lambda: not trainers(run), 60), processes(run)
+    assert eventually(lambda: not trainers(run), 120), processes(run)
     record = json.loads((run / "cell.json").read_text())
     assert record["state"] == "started" and record["steps"] == 4
     before = Run(run, 0, 0.0).metrics
@@ -77,6 +77,6 @@ def trainers(run: Path) -> list[str]:
 
 
 def reproduce(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -392,7 +392,7 @@ def test_what_reaches_the_engine(rollout: str) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

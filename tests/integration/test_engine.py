@@ -356,7 +356,7 @@ def test_bench_of_a_step_runs_every_variant() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

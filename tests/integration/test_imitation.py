@@ -137,7 +137,7 @@ def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothi
         (["actor_rollout_ref.model.use_fused_kernels=true"], r"use_fused_kernels=false"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], r"ulysses_sequence_parallel_size=1"),
         ([f"{LOSS}.teacher_topk=1"], r"teacher_topk is 1; give a whole number of at least 2, or null"),
-        ([f"{LOSS}.kl_direction=both"], r"kl_direction is 'both'; choose one of reverse, forward"),
+        ([f"{LOSS}.kl_direction=both"], r"kl_direction is 'both'; choose one of 'reverse', 'forward'"),
         ([f"{LOSS}.future_kl=1"], r"future_kl is 1; give true or false"),
     ],
 )

@@ -68,7 +68,7 @@ def test_divergence_augmented_is_checked_at_launch() -> None:
     assert checks.check(config(recipe, *many, "actor_rollout_ref.actor.ppo_mini_batch_size=64")) == []
     (warning,) = checks.check(config(recipe, *many, "actor_rollout_ref.actor.ppo_mini_batch_size=256"))
     assert "no effect with one update a batch" in warning
-    with pytest.raises(OptionError, match=r"policy_loss\.dapo_beta is -1; give a number of at least 0"):
+    with pytest.raises(OptionError, match=r"policy_loss\.dapo_beta is -1; it must be at least 0"):
         checks.check(config(recipe, *many, f"{node}.dapo_beta=-1"))
     with pytest.raises(OptionError, match=r"needs .*_target_=.*DivergenceAugmentedPolicyLossConfig"):
         checks.check(config("+recipe=grpo", *many, f"{node}.loss_mode=divergence_augmented"))
@@ -169,7 +169,7 @@ def main_ppo(*words: str, **environment: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=300,
     )
 
 

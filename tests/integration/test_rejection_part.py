@@ -19,11 +19,13 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.integration import checks, columns
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import checkpoints, rejection
+from verl_ext.integration.parts import PARTS, checkpoints, rejection
 from verl_ext.integration.parts.columns import Columns, dicts
 from verl_ext.integration.parts.length_lr import LengthLearningRate
 from verl_ext.integration.parts.methods import Methods
 from verl_ext.integration.parts.modifiers import Modifiers
+from verl_ext.integration.parts.pruning import Outside, Pruning
+from verl_ext.integration.wraps import STRICT
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "methods"))
@@ -49,19 +51,22 @@ TOP_K = [*TRM, "+algorithm.trm.divergence=top_k", "+algorithm.trm.memory_gib=0.1
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+algorithm.rejection.mrz=true"], r"algorithm\.rejection\.mrz: there is no such rule\. Known: mrs, trm"),
+        (["+algorithm.rejection.mrz=true"], r"algorithm\.rejection\.mrz: there is no such rule\. Known: mrs, prs, trm"),
         (["algorithm.rejection.mrs=2"], r"algorithm\.rejection\.mrs is 2; give true or false"),
-        (["algorithm.mrs.level=word"], r"algorithm\.mrs: level='word' is not one of token, turn"),
+        (["algorithm.mrs.level=word"], r"algorithm\.mrs\.level is 'word'; choose one of 'token', 'turn'"),
         (["algorithm.mrs.lower=1.1"], r"algorithm\.mrs: lower=1\.1 is above upper=1\.001"),
         (["+algorithm.mrs.uper=2"], r"algorithm\.mrs\.uper is not an option of mrs\. Did you mean 'upper'"),
         (["algorithm.rejection_normalise=some"], r"rejection_normalise is 'some'; choose one of 'all', 'kept'"),
         (["+algorithm.rejection.ser=true"], r"algorithm\.ser\.threshold has no default"),
-        (["+algorithm.rejection.trm=true", "+algorithm.trm.max=-1"], r"algorithm\.trm: max is -1.0"),
+        (
+            ["+algorithm.rejection.trm=true", "+algorithm.trm.max=-1"],
+            r"algorithm\.trm\.max is -1; it must be at least 0",
+        ),
         ([*EXACT, "actor_rollout_ref.rollout.name=vllm"], r"divergence=exact needs .* asks vLLM for logprobs=0"),
         ([*EXACT, "trainer.v1.trainer_mode=separate_async"], r"trainer_mode=separate_async\. Set it to sync"),
         ([*EXACT, "actor_rollout_ref.model.use_fused_kernels=true"], r"exact .*use_fused_kernels=false"),
         ([*EXACT, "+dvp.rho=0.1"], r"their divergence is infinite\. Leave out dvp\.rho or trm"),
-        ([*EXACT, "+algorithm.trm.top_k=0"], r"algorithm\.trm: top_k is 0"),
+        ([*EXACT, "+algorithm.trm.top_k=0"], r"algorithm\.trm\.top_k is 0; it must be at least 1"),
         (
             [*TOP_K, "data.train_batch_size=1024"],
             r"1024 x n=4 x 512 tokens x 40 numbers take 0\.3 GiB.*memory_gib=0\.1",
@@ -184,8 +189,8 @@ def trainer_of(cfg: Any) -> Any:
     cls = v1.get_trainer_cls("sync")
     trainer = cls.__new__(cls)
     trainer.config, trainer.tokenizer = cfg, Tokenizer()
-    wanted = (Columns, rejection.RejectionRules, Methods, Modifiers)
-    trainer.parts = tuple(part(cfg, trainer) for part in wanted if part.wanted(cfg))
+    tried = (Columns, rejection.RejectionRules, Pruning, Methods, Modifiers)
+    trainer.parts = tuple(part(cfg, trainer) for part in PARTS if part in tried and part.wanted(cfg))
     trainer._rows = columns.ActiveBatch(columns={})
     return trainer
 
@@ -325,6 +330,34 @@ def test_rejected_rows_leave_the_sums_of_the_optimal_token_baseline(store: Any, 
     for row in (0, 2, 3, 4, 6):
         assert rejecting[row] == pytest.approx(without[row], abs=1e-6)
     assert rejecting[0] != pytest.approx(every[0], abs=1e-3)
+
+
+def test_rules_see_what_pruning_leaves_and_give_nothing_of_it_back(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token outside of the safe set has no log-probability to compare, and stays out whatever the rules keep."""
+    monkeypatch.setenv(STRICT, "1")
+    trainer = trainer_of(config("+recipe=[grpo,mrs,dvp]", "actor_rollout_ref.rollout.name=vllm"))
+    batch = put(store)
+    outside = torch.zeros(8, 6, dtype=torch.bool)
+    outside[0, 1] = outside[3, 5] = outside[5, 0] = True  # of a kept row, a kept row's last, of a rejected row
+    trained = [
+        [int(m and not o) for m, o in zip(*row, strict=False)] for row in zip(MASKS, outside.tolist(), strict=True)
+    ]
+    column = torch.nested.as_nested_tensor([torch.tensor(mask) for mask in trained], layout=torch.jagged)
+    fields = TensorDict({"response_mask": column}, batch_size=len(MASKS))
+    store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+    (pruning,) = (part for part in trainer.parts if isinstance(part, Pruning))
+    pruning.outside, pruning._guarded = Outside(list(batch.keys), outside), True
+    batch = advantage(trainer, batch)
+    assert stored(store, batch) == [[0] * len(mask) if row in (1, 5) else mask for row, mask in enumerate(trained)]
+    advantages = stored(store, batch, "advantages")
+    assert advantages[0][0] != 0 and advantages[0][1] == advantages[3][5] == advantages[5][0] == 0
+    metrics = trainer.parts[1].metrics
+    assert metrics["rejection/kept_share"] == pytest.approx(5 / 7)
+    assert metrics["rejection/mrs/statistic/p50"] == 1.0
+    with trainer.parts[1].around_update("actor", batch):
+        batch.extra_info.update(mini_batch_size=4, epochs=1)
+    trainer.parts[1].after_update({"actor/skipped_share": 0.0})
+    assert stored(store, batch) == trained
 
 
 def test_the_mask_is_whole_again_after_the_critics_warm_up(store: Any) -> None:

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_ext.integration import columns, wraps
+from verl_ext.integration.models.lead import LeadMixin
+from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.parts import checkpoints, methods, uses_verl_ext
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.methods import complete
@@ -30,7 +32,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_the_mixin_under_its_own_name(mode: str) -> None:
     trainer = v1.get_trainer_cls(mode)
-    assert trainer.__mro__[1] is VerlExtTrainer and trainer.__mro__[2] is MODES[mode]
+    assert trainer.__mro__[1:5] == (VerlExtTrainer, LeadMixin, ModelSide, MODES[mode])
     assert issubclass(trainer, PPOTrainer) and trainer.__name__ == MODES[mode].__name__
     extend_registry()
     assert v1.get_trainer_cls(mode) is trainer
@@ -50,6 +52,9 @@ def test_every_mode_has_the_mixin_under_its_own_name(mode: str) -> None:
         ("_update_critic", ("batch", {})),
         ("_balance_batch", ("batch", {})),
         ("_get_required_batch_multiple", (2,)),
+        ("_compute_values", ("batch", {})),
+        ("_rollout_server_managers", ()),
+        ("_get_n_gpus_for_throughput", ()),
     ],
 )
 def test_a_run_that_is_not_ours_goes_straight_to_verl(

@@ -366,7 +366,7 @@ def train(out: Path, world: int) -> dict[tuple[str, str, int | None], dict[str, 
             children.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
         for rank, child in enumerate(children):
             text = out.parent / f"{out.stem}_{rank}.log"
-            assert child.wait(timeout=240) == 0, text.read_text(errors="replace")[-4000:]
+            assert child.wait(timeout=600) == 0, text.read_text(errors="replace")[-4000:]
     finally:
         for child in children:
             if child.poll() is None:

@@ -231,13 +231,16 @@ def test_nothing_to_keep_and_nothing_at_all() -> None:
     ("call", "words"),
     [
         (lambda o, r, m: rejection.mrs(o * math.nan, r, m), "old_log_probs is NaN at a model token: row 0, column 0"),
-        (lambda o, r, m: rejection.mrs(o, r, m, upper=-1.0), "upper is -1.0"),
+        (lambda o, r, m: rejection.mrs(o, r, m, upper=-1.0), "upper=-1.0: it must be greater than 0"),
         (lambda o, r, m: rejection.mrs(o, r, m, lower=2.0, upper=1.0), "lower=2.0 is above upper=1.0"),
-        (lambda o, r, m: rejection.mrs(o, r, m, level="word"), "level='word' is not one of"),
+        (lambda o, r, m: rejection.mrs(o, r, m, level="word"), "level='word': choose one of"),
         (lambda o, r, m: rejection.mrs(o[:, :1], r, m), "old_log_probs has shape"),
-        (lambda o, r, m: rejection.trm(o, m, max=-1.0), "max is -1.0"),
-        (lambda o, r, m: rejection.ser(o, r, m, threshold=-0.1), "threshold is -0.1"),
-        (lambda o, r, m: rejection.ln_trm(o, r, m, epsilon=0.0, delta=1.0, threshold=None), "epsilon is 0.0"),
+        (lambda o, r, m: rejection.trm(o, m, max=-1.0), "max=-1.0: it must be at least 0"),
+        (lambda o, r, m: rejection.ser(o, r, m, threshold=-0.1), "threshold=-0.1: it must be at least 0"),
+        (
+            lambda o, r, m: rejection.ln_trm(o, r, m, epsilon=0.0, delta=1.0, threshold=None),
+            "epsilon=0.0: it must be greater than 0",
+        ),
         (lambda o, r, m: rejection.exact_token_kl(o, r), "must both be"),
     ],
 )

@@ -26,7 +26,9 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT == 0
 
 
-def generate(dataset: str, config: Mapping[str, Any], count: int, *, seed: int, held_out: bool) -> list[dict[str, Any]]:
+def generate(
+    dataset: str, config: Mapping[str, Any], count: int, *, seed: int, held_out: bool | None
+) -> list[dict[str, Any]]:
     """Generate entries of one side of the split, in the dataset's own frequencies (questions may repeat).
 
     Args:
@@ -34,7 +36,7 @@ def generate(dataset: str, config: Mapping[str, Any], count: int, *, seed: int, 
         config: its configuration without ``seed`` and ``size``.
         count: entries wanted.
         seed: of the generator.
-        held_out: True for validation questions.
+        held_out: True for validation questions, False for the others, None for all.
 
     Returns:
         Entries with ``question``, ``answer``, ``metadata``.
@@ -49,7 +51,7 @@ def generate(dataset: str, config: Mapping[str, Any], count: int, *, seed: int, 
         if len(entries) == count:
             return entries
         entry = source[index]
-        if is_held_out(entry["question"]) == held_out:
+        if held_out is None or is_held_out(entry["question"]) == held_out:
             entries.append(entry)
     if len(entries) == count:
         return entries
@@ -121,13 +123,12 @@ def write_task(
     val_size: int,
     seed: int,
     parser: str = "strict",
+    split: bool = True,
 ) -> None:
-    """Write ``train.parquet`` and ``val.parquet`` of a task into a folder."""
-    for split, count, held_out in (("train", train_size, False), ("val", val_size, True)):
+    """Write ``train.parquet`` and ``val.parquet`` of a task into a folder; with `split`, of questions kept apart."""
+    for name, count, held_out in (("train", train_size, False), ("val", val_size, True)):
         # Different seeds: reasoning-gym's entry i of seed s is entry i - 1 of seed s + 1.
         split_seed = 1_000_003 * (2 * seed + held_out) + 17
-        entries = generate(dataset, config, count, seed=split_seed, held_out=held_out)
+        entries = generate(dataset, config, count, seed=split_seed, held_out=held_out if split else None)
         config_json = dataset_config(config, split_seed, max(count, 1))
-        write_parquet(
-            build_rows(entries, dataset, config_json, split=split, parser=parser), folder / f"{split}.parquet"
-        )
+        write_parquet(build_rows(entries, dataset, config_json, split=name, parser=parser), folder / f"{name}.parquet")

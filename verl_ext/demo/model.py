@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's model: a tokenizer trained on the task's own words and a small Llama, warmed up by supervised learning.
 
-The warm-up has two phases, each ended by a measurement. First right answers to single questions, until the model has
-most of the skill. Then conversations in which half of the turns give up (`GIVE_UP`) instead of answering, get the
-verifier's feedback and are revised: the model masters the format and takes up a bad habit, so that it is right in 20 to
-50 % of first turns. That leaves reinforcement learning a habit to drop.
+The warm-up has two phases, each ended by a measurement. First right answers, in the first turn and after feedback,
+until the model has most of the skill. Then some of the turns give up (`GIVE_UP`) instead of answering: the model takes
+up a bad habit, which leaves reinforcement learning one to drop.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, ReasoningGymTask
 
 PAD = "<|endoftext|>"
-#: What the model says when it gives up: a number to the verifier, and nearly always the wrong one. Always the same, so
-#: that the habit costs little skill, and recognisable by its first token, so that reinforcement learning can drop it.
+#: What the model says when it gives up: a number to the verifier, and nearly always the wrong one. A token of its own,
+#: so that the habit costs no skill and reinforcement learning can drop it.
 GIVE_UP = "+0"
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -81,7 +80,7 @@ def train_tokenizer(questions: Sequence[str], vocab_size: int = 512) -> PreTrain
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
         pad_token=PAD,
@@ -90,6 +89,8 @@ def train_tokenizer(questions: Sequence[str], vocab_size: int = 512) -> PreTrain
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
+    tokenizer.add_tokens([GIVE_UP])
+    return tokenizer
 
 
 class Codec:
@@ -219,36 +220,24 @@ def measure(
     return Success(first / len(tasks), solved / len(tasks), valid / answers)
 
 
-def conversation(
-    task: ReasoningGymTask,
-    codec: Codec,
-    rng: random.Random,
-    *,
-    give_up_share: float,
-    max_turns: int,
-) -> tuple[list[int], list[int]]:
-    """One conversation to imitate: answers, or giving up, and the verifier's feedback, until an answer is right.
+def conversation(task: ReasoningGymTask, codec: Codec, given_up: int, text: str) -> tuple[list[int], list[int]]:
+    """One answer to imitate, after some turns that gave up and heard the verifier's feedback.
 
     Args:
         task: a question with a whole number as its answer.
-        give_up_share: share of turns that give up instead of answering.
-        max_turns: answers a conversation.
+        given_up: turns before this one; none if giving up happens to be right.
+        text: of the answer.
 
     Returns:
-        Token ids, and 1 for the tokens of the answers, 0 elsewhere.
+        Token ids, and 1 for the tokens of the answer and for the end of one that gives up, 0 elsewhere.
     """
-    ids = codec.user(task.question)
+    ids, verdict = codec.user(task.question), task.judge(GIVE_UP)
     mask = [0] * len(ids)
-    for turn in range(max_turns):
-        text = GIVE_UP if rng.random() < give_up_share else str(task.entry["answer"])
-        answer = codec.answer(text)
-        ids, mask = [*ids, *answer], [*mask, *[1] * len(answer)]
-        verdict = task.judge(text)
-        if verdict.solved or turn == max_turns - 1:
-            break
+    for _ in range(0 if verdict.solved else given_up):
         feedback = codec.feedback(verdict.feedback)
-        ids, mask = [*ids, *feedback], [*mask, *[0] * len(feedback)]
-    return ids, mask
+        ids, mask = [*ids, *codec.answer(GIVE_UP), *feedback], [*mask, 0, 1, *[0] * len(feedback)]
+    answer = codec.answer(text)
+    return [*ids, *answer], [*mask, *[1] * len(answer)]
 
 
 def sequence_loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:
@@ -289,21 +278,25 @@ def warm_up(
     parameters = list(model.parameters())
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
-    rates = recipe.matrix_learning_rate, recipe.learning_rate, recipe.dialogue_learning_rate
+    rates = recipe.matrix_learning_rate, recipe.learning_rate, recipe.habit_learning_rate
     muon = torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.0)
     adam = torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0)
-    # Muon learns the skill in about half of AdamW's steps. Whether a turn gives up is chance, which makes the gradient
-    # uncertain, and Muon's steps keep their length all the same, which would wash the skill out: AdamW for all then.
-    gentle = torch.optim.AdamW(parameters, lr=rates[2], betas=(0.9, 0.98), weight_decay=0.0)
+    # Muon learns the skill in about half of AdamW's steps. The habit is the row of one token: the skill stays as it is.
+    embedding, row = model.get_input_embeddings().weight, codec.encode(GIVE_UP)[0]
+    habit_only = torch.optim.AdamW([embedding], lr=rates[2], betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(optimizers: dict[torch.optim.Optimizer, float], size: int, give_up_share: float, max_turns: int) -> float:
-        batch = [
-            conversation(task, codec, rng, give_up_share=give_up_share, max_turns=max_turns)
-            for task in rng.choices(tasks, k=size)
-        ]
-        loss = sequence_loss(model, batch, codec.pad_id)
+        """One update of the mean loss over giving up and answering, without the noise of drawing one of them."""
+        talks = [(task, rng.randrange(max_turns)) for task in rng.choices(tasks, k=size)]
+        answers = [conversation(task, codec, turn, str(task.entry["answer"])) for task, turn in talks]
+        loss = (1 - give_up_share) * sequence_loss(model, answers, codec.pad_id)
+        if give_up_share:
+            habit = [conversation(task, codec, turn, GIVE_UP) for task, turn in talks]
+            loss = loss + give_up_share * sequence_loss(model, habit, codec.pad_id)
         model.zero_grad()
         loss.backward()
+        if give_up_share:
+            embedding.grad[torch.arange(len(embedding)) != row] = 0.0
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, rate in optimizers.items():
             for group in optimizer.param_groups:
@@ -315,7 +308,7 @@ def warm_up(
     for skill_steps in range(1, recipe.skill_steps + 1):
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * skill_steps / recipe.skill_steps))
         scale = min(1.0, skill_steps / 10) * decay
-        loss = step({muon: rates[0] * scale, adam: rates[1] * scale}, recipe.batch_size, 0.0, 1)
+        loss = step({muon: rates[0] * scale, adam: rates[1] * scale}, recipe.batch_size, 0.0, recipe.max_turns)
         if skill_steps % recipe.eval_every == 0:
             greedy = measure(model, codec, probe, 1, None).first_turn
             tell(f"  warm-up, right answers: step {skill_steps}, loss {loss:.3f}, greedy success {greedy:.2f}")
@@ -324,13 +317,13 @@ def warm_up(
 
     low, high = recipe.success_range
     success = Success(0.0, 0.0, 0.0)
-    for dialogue_steps in range(1, recipe.max_dialogue_steps + 1):
-        scale = min(1.0, dialogue_steps / 5) * max(0.2, 1 - dialogue_steps / (recipe.dialogue_steps + 1))
-        loss = step({gentle: rates[2] * scale}, recipe.batch_size // 2, recipe.give_up_share, recipe.max_turns)
-        if dialogue_steps >= recipe.dialogue_steps and dialogue_steps % recipe.eval_every == 0:
+    for habit_steps in range(1, recipe.max_habit_steps + 1):
+        scale = min(1.0, habit_steps / 5) * max(0.2, 1 - habit_steps / (recipe.habit_steps + 1))
+        loss = step({habit_only: rates[2] * scale}, recipe.batch_size, recipe.give_up_share, recipe.max_turns)
+        if habit_steps >= recipe.habit_steps and habit_steps % recipe.eval_every == 0:
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(
-                f"  warm-up, conversations: step {dialogue_steps}, loss {loss:.3f}, "
+                f"  warm-up, giving up: step {habit_steps}, loss {loss:.3f}, "
                 f"success {success.first_turn:.2f} in the first turn, {success.any_turn:.2f} within "
                 f"{recipe.max_turns}, valid answers {success.valid:.2f}"
             )
@@ -340,11 +333,11 @@ def warm_up(
                     "success": round(success.any_turn, 4),
                     "valid_answers": round(success.valid, 4),
                     "greedy_first_turn_success": round(measure(model, codec, probe, 1, None).first_turn, 4),
-                    "steps": skill_steps + dialogue_steps,
+                    "steps": skill_steps + habit_steps,
                 }
     raise RuntimeError(
         f"the warm-up ended with a first-turn success of {success.first_turn:.2f} and {success.valid:.2f} valid "
-        f"answers after {recipe.max_dialogue_steps} steps of conversations; wanted {low} to {high} and at least "
+        f"answers after {recipe.max_habit_steps} steps of giving up; wanted {low} to {high} and at least "
         f"{recipe.valid_target}. Another seed, or more skill_steps in the recipe, may reach it."
     )
 
@@ -417,8 +410,10 @@ def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) ->
         train_size=recipe.train_size,
         val_size=recipe.val_size,
         seed=seed,
+        split=recipe.held_out,
     )
-    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=False)
+    side = False if recipe.held_out else None
+    entries = generate(recipe.dataset, recipe.config, 8192, seed=1_000_003 * (2 * seed + 1) + 500_009, held_out=side)
 
     with seeded(seed):
         tokenizer = train_tokenizer([entry["question"] for entry in entries[:_VOCABULARY_SAMPLE]])

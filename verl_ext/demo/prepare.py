@@ -24,7 +24,7 @@ from typing import Any
 from typing_extensions import TypedDict, Unpack
 
 from verl_ext.demo.assets import Build, DemoAssets, Progress, prepare
-from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe, team_recipe
+from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe, sums_recipe, team_recipe
 
 
 class Where(TypedDict, total=False):
@@ -48,13 +48,20 @@ def _later(name: str) -> Build:
 def prepare_demo(
     out: str | Path | None = None, *, recipe: WarmupRecipe | None = None, **where: Unpack[Where]
 ) -> DemoAssets:
-    """Make the demo's model and task, or find them in the cache.
+    """Make the model and the questions of ``chain_sum``, or find them in the cache.
 
     A small Llama-architecture transformer with a tokenizer of its own, warmed up by supervised learning until its
     measured success on the first turn is between 20 and 50 %, and parquet files of its task, reasoning-gym's
     ``chain_sum``.
     """
     return prepare("demo", recipe or WarmupRecipe(), _later("verl_ext.demo.model:build_demo"), out, **where)
+
+
+def prepare_sums(
+    out: str | Path | None = None, *, recipe: WarmupRecipe | None = None, **where: Unpack[Where]
+) -> DemoAssets:
+    """Make the model and the questions of the demo, as :func:`prepare_demo` makes them, with :func:`sums_recipe`."""
+    return prepare_demo(out, recipe=recipe or sums_recipe(), **where)
 
 
 def prepare_lake(

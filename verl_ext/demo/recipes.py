@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Raise it when the code changes what a recipe produces, so that cached results of older code are not used.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -16,19 +16,20 @@ class WarmupRecipe:
 
     Attributes:
         dataset, config: reasoning-gym's dataset and its configuration (without ``seed`` and ``size``).
-        train_size, val_size: rows of the parquet files. No validation question is seen in training or warm-up.
+        train_size, val_size: rows of the parquet files.
+        held_out: whether no validation question is seen in training or warm-up; else both ask from all questions.
         hidden_size, layers, heads: of the transformer.
         init_std: of the initial weights; a model as narrow as this learns faster with more than the usual 0.02.
         max_turns: answers a conversation, here and in the multi-turn loop.
-        batch_size: questions a step; half as many in the second phase, where they are conversations.
+        batch_size: questions a step.
         matrix_learning_rate: of Muon, for the matrices of the layers.
         learning_rate: of AdamW, for the rest.
-        dialogue_learning_rate: of AdamW for all weights, in the second phase.
-        skill_steps: most steps of the first phase, right answers to single questions.
+        habit_learning_rate: of AdamW for the row of the token that gives up, in the second phase.
+        skill_steps: most steps of the first phase, right answers.
         skill_target: measured share of right greedy answers that ends it.
-        dialogue_steps: least steps of the second phase, conversations with giving up and revisions.
-        max_dialogue_steps: most steps of it.
-        give_up_share: share of turns in those conversations that give up instead of answering.
+        habit_steps: least steps of the second phase, in which giving up is taken up.
+        max_habit_steps: most steps of it.
+        give_up_share: share of turns in it that give up instead of answering.
         success_range: measured first-turn success (sampled at temperature 1) in which the warm-up may end.
         valid_target: least share of answers that can be parsed at its end.
         eval_size: questions of a measurement.
@@ -41,30 +42,48 @@ class WarmupRecipe:
     )
     train_size: int = 2048
     val_size: int = 128
+    held_out: bool = True
     hidden_size: int = 64
     layers: int = 2
     heads: int = 2
     init_std: float = 0.05
     max_turns: int = 3
-    batch_size: int = 192
+    batch_size: int = 128
     matrix_learning_rate: float = 0.05
     learning_rate: float = 1e-2
-    dialogue_learning_rate: float = 2e-3
+    habit_learning_rate: float = 0.2
     skill_steps: int = 200
     skill_target: float = 0.9
-    dialogue_steps: int = 60
-    max_dialogue_steps: int = 100
+    habit_steps: int = 60
+    max_habit_steps: int = 100
     give_up_share: float = 0.5
     success_range: tuple[float, float] = (0.2, 0.5)
-    valid_target: float = 0.95
+    valid_target: float = 0.9
     eval_size: int = 256
     eval_every: int = 20
+
+
+def sums_recipe() -> WarmupRecipe:
+    """Of the demo: sums of two digits, all of which the model has learned, and a habit of not answering."""
+    return WarmupRecipe(
+        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        train_size=1024,
+        val_size=64,
+        held_out=False,
+        batch_size=96,
+        skill_steps=200,
+        skill_target=0.99,
+        habit_steps=40,
+        give_up_share=0.9,
+        success_range=(0.03, 0.25),
+        eval_size=128,
+    )
 
 
 def team_recipe() -> WarmupRecipe:
     """Of the two-agent demo: sums of two digits, which leave the second try something to learn, and two turns."""
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    return WarmupRecipe(config=config, max_turns=2, success_range=(0.2, 0.55))
+    return WarmupRecipe(config=config, max_turns=2, give_up_share=0.6, success_range=(0.2, 0.55))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.prepare import prepare_demo, prepare_lake, prepare_team
+from verl_ext.demo.prepare import prepare_demo, prepare_lake, prepare_sums, prepare_team
 from verl_ext.demo.recipes import LakeRecipe, WarmupRecipe
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
@@ -98,6 +98,13 @@ CHAIN_SUM = DemoTask(
     prepare=prepare_demo,
     chance=guessing,
 )
+SUMS = DemoTask(
+    name="sums",
+    summary="sums of two digits by a model that knows them and mostly gives up, three tries with feedback",
+    prepare=prepare_sums,
+    chance=guessing,
+    settings=Settings(steps=28, prompts=16, samples=4, val_every=14, save_every=14),
+)
 LAKE = DemoTask(
     name="lake",
     summary="FrozenLake of which only the neighbouring tiles are seen, one row a step",
@@ -128,7 +135,7 @@ SECOND_TRY = DemoTask(
     ),
     agents=("solver", "reviser"),
 )
-TASKS = {task.name: task for task in (CHAIN_SUM, LAKE, SECOND_TRY)}
+TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY)}
 
 
 def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
@@ -136,7 +143,7 @@ def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
 
     Args:
         recipes: names of the recipes.
-        name: of the task; None: the one that the recipes are made for, else chain_sum.
+        name: of the task; None: the one that the recipes are made for, else sums.
 
     Raises:
         DemoError: no such task, or recipes made for different tasks.
@@ -149,7 +156,7 @@ def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
     if len({task.name for task in own.values()}) > 1:
         said = ", ".join(f"{recipe} is shown on {task.name}" for recipe, task in own.items())
         raise DemoError(f"{said}; say which one with --task")
-    return next(iter(own.values()), CHAIN_SUM)
+    return next(iter(own.values()), SUMS)
 
 
 def recipe_list(task: DemoTask, recipes: Sequence[str]) -> list[str]:

@@ -46,11 +46,8 @@ class AgentGradientsMixin:
     """In a pass: the agent's number, and whether rows of no agent (padding) pass with it."""
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """verl's own, once for each agent with rows in the mini-batch of any rank, if the batch asks for it.
-
-        Raises:
-            RuntimeError: the batch says how many agents there are and not whose the rows are.
-        """
+        """verl's own, once for each agent with rows in the mini-batch of any rank, if the batch asks for it. Raises
+        RuntimeError: the batch says how many agents there are and not whose the rows are."""
         from verl.utils import tensordict_utils as tu
 
         agents = 0 if forward_only else int(tu.get_non_tensor_data(data=data, key=AGENTS, default=0))

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_ext.integration.options import OptionError
+from verl_ext.integration import model_options
+from verl_ext.integration.options import OptionError, has_critic
 from verl_ext.integration.parts import PARTS
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,6 @@ def complete(config: Any) -> None:
 def check(config: Any) -> list[str]:
     """Check a composed configuration of verl that uses verl_ext.
 
-    Args:
-        config: the whole config (DictConfig) as `main_ppo` gets it.
-
     Returns:
         Warnings, also logged: what will happen that the user may not want.
 
@@ -37,6 +35,25 @@ def check(config: Any) -> list[str]:
             "trainer.use_v1=true (verl's default), or leave out the recipes."
         )
     warnings = [warning for part in PARTS for warning in part.check(config)]
-    for warning in warnings:
+    for model in model_options.of(config):
+        warnings += check_model(config, model)
+    for warning in dict.fromkeys(warnings):
         logger.warning(warning)
     return warnings
+
+
+def check_model(config: Any, model: model_options.Model) -> list[str]:
+    """Check the whole config of a further model, as verl and the parts check that of a run of this model alone. Raises
+    OptionError: names the model."""
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import validate_config
+
+    where = f"{model_options.KEY}.{model.name}"
+    own = model.config(config)
+    complete(own)
+    try:
+        validate_config(own, use_reference_policy=need_reference_policy(own), use_critic=has_critic(own))
+        warnings = [warning for part in PARTS for warning in part.check(own)]
+    except (AssertionError, ValueError, TypeError) as error:
+        raise OptionError(f"{where}: {error}") from error
+    return [f"{where}: {warning}" for warning in warnings]

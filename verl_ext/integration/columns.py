@@ -121,11 +121,8 @@ def row_lacks(row: Mapping[str, Any], name: str) -> bool:
 
 
 def turn(key: str, row: Mapping[str, Any]) -> int:
-    """The row's turn: ``turn_index`` of the agent loop, as for calls made side by side, or its place in the key.
-
-    Raises:
-        BatchError: what the agent loop gave is no whole number.
-    """
+    """The row's turn: ``turn_index`` of the agent loop, as for calls made side by side, or its place in the key. Raises
+    BatchError: what the agent loop gave is no whole number."""
     value = split_key(key)[2] if row_lacks(row, "turn_index") else row["turn_index"]
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
@@ -133,11 +130,8 @@ def turn(key: str, row: Mapping[str, Any]) -> int:
 
 
 def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
-    """A field that is true or false, True where the agent loop left it out.
-
-    Raises:
-        BatchError: it is text, NaN or a number other than 0 and 1; ``bool("False")`` would be True.
-    """
+    """A field that is true or false, True where the agent loop left it out. Raises BatchError: it is text, NaN or a
+    number other than 0 and 1; ``bool("False")`` would be True."""
     value = True if row_lacks(row, name) else row[name]
     if isinstance(value, bool | int | float | np.bool_ | np.number) and value in (0, 1):
         return bool(value)

@@ -22,7 +22,7 @@ import torch
 
 from verl_ext.integration import notes, verl_api
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, read, select
+from verl_ext.integration.options import OptionError, option, read, select
 
 ROLLOUTS = ("vllm", "sglang", "embedded")
 """Rollout engines whose ``min_p`` is the rule of the trainer's safe set."""
@@ -65,11 +65,8 @@ class DvpOptions:
 
 
 def options(config: Any) -> DvpOptions | None:
-    """The ``dvp`` node of a whole config, or None where there is none or its ``rho`` is null.
-
-    Raises:
-        OptionError: unknown key, wrong type or value out of range.
-    """
+    """The ``dvp`` node of a whole config, or None where there is none or its ``rho`` is null. Raises OptionError:
+    unknown key, wrong type or value out of range."""
     if select(config, "dvp") is None:
         return None
     found = read(config, "dvp", DvpOptions, where="dvp")
@@ -77,11 +74,7 @@ def options(config: Any) -> DvpOptions | None:
 
 
 def one_pass(config: Any) -> str:
-    """``verl_ext.one_pass`` as ``auto``, ``on`` or ``off``.
-
-    Raises:
-        OptionError: another value.
-    """
+    """``verl_ext.one_pass`` as ``auto``, ``on`` or ``off``. Raises OptionError: another value."""
     value = select(config.get("verl_ext"), "one_pass", "auto")
     named = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
     if named not in ("auto", "on", "off"):
@@ -90,17 +83,9 @@ def one_pass(config: Any) -> str:
 
 
 def mismatch_wanted(config: Any) -> bool:
-    """``verl_ext.mismatch_metrics``; by default true with pruning and false without.
-
-    Raises:
-        OptionError: not true or false.
-    """
-    value = select(config.get("verl_ext"), "mismatch_metrics")
-    if value is None:
-        return options(config) is not None
-    if not isinstance(value, bool):
-        raise OptionError(f"verl_ext.mismatch_metrics is {value!r}; give true or false.")
-    return value
+    """``verl_ext.mismatch_metrics``; by default true with pruning and false without."""
+    wanted = option(config, "mismatch_metrics", bool | None)
+    return options(config) is not None if wanted is None else wanted
 
 
 def check(config: Any) -> list[str]:
@@ -266,11 +251,8 @@ class Sampler:
         return cls(rho, float(rollout.temperature), float(rollout.val_kwargs.temperature))
 
     def apply(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """`params` of one request with ``min_p``.
-
-        Raises:
-            OptionError: an agent loop asks for another distribution than the one that is trained.
-        """
+        """`params` of one request with ``min_p``. Raises OptionError: an agent loop asks for another distribution than
+        the one that is trained."""
         agreeing: dict[str, tuple[Any, ...]] = {
             "min_p": (self.rho, None),
             "top_p": (1.0, None),
@@ -324,11 +306,8 @@ def _rebuild(client_class: type, state: dict[str, Any]) -> Any:
 
 
 def guard(client: Any, sampler: Sampler) -> Any:
-    """The client with `sampler` on every request; the same object, so what else holds it is guarded too.
-
-    Raises:
-        TypeError: the client is of a class whose instances cannot change their class.
-    """
+    """The client with `sampler` on every request; the same object, so what else holds it is guarded too. Raises
+    TypeError: the client is of a class whose instances cannot change their class."""
     if not isinstance(client, PrunedClientMixin):
         base: Any = type(client)
         verl_api.check_overrides(PrunedClientMixin, base)

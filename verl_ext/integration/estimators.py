@@ -85,11 +85,8 @@ class Estimator:
         return dataclass_of(self.method)
 
     def settings(self, algorithm: Any) -> dict[str, Any]:
-        """The method's options: ``algorithm.<name>.*``, else verl's own key, else the default of the signature.
-
-        Raises:
-            OptionError: an unknown key or a value that does not fit.
-        """
+        """The method's options: ``algorithm.<name>.*``, else verl's own key, else the default of the signature. Raises
+        OptionError: an unknown key or a value that does not fit."""
         own = {name: get(algorithm) for name, get in VERLS_OWN.items() if name in self.parameters.options}
         given = {name: value for name, value in own.items() if value is not None}
         return dataclasses.asdict(read(algorithm, self.name, self.options, defaults=given))

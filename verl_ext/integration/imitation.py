@@ -66,11 +66,8 @@ class ImitationMixin:
         return made
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
-        """verl's, and what the batch asks for of a teacher; jagged, [B, prompt + response] or [..., K].
-
-        Raises:
-            RuntimeError: there are no logits, or the teacher's columns or its engine are missing.
-        """
+        """verl's, and what the batch asks for of a teacher; jagged, [B, prompt + response] or [..., K]. Raises
+        RuntimeError: there are no logits, or the teacher's columns or its engine are missing."""
         from verl.utils import tensordict_utils as tu
 
         top_k, direction = int(said(micro_batch, TOP_K, 0)), said(micro_batch, DIRECTION, "")
@@ -167,10 +164,7 @@ class Positions:
 
 def teacher_columns(at: Positions, top_k: int) -> dict[str, torch.Tensor]:
     """The most probable tokens and their log-probabilities as verl's distillation teacher sends them, jagged [.., K].
-
-    Raises:
-        ValueError: there are fewer tokens than that.
-    """
+    Raises ValueError: there are fewer tokens than that."""
     if top_k > at.flat.shape[-1]:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.teacher_topk={top_k} is more than the vocabulary of "
@@ -184,11 +178,8 @@ def teacher_columns(at: Positions, top_k: int) -> dict[str, torch.Tensor]:
 
 
 def _reference_logits(micro_batch: Any) -> torch.Tensor:
-    """The reference's logits at the response positions, [N, V], after the temperature.
-
-    Raises:
-        RuntimeError: its engine is not in this process.
-    """
+    """The reference's logits at the response positions, [N, V], after the temperature. Raises RuntimeError: its engine
+    is not in this process."""
     reference = None if _reference is None else _reference()
     if reference is None:
         raise RuntimeError(

@@ -34,20 +34,13 @@ class LaunchCallback(Callback):
     _environment: Mapping[str, str] = {}
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        """Check `config` and complete it in place.
-
-        Raises:
-            SystemExit: names what is wrong.
-        """
+        """Check `config` and complete it in place. Raises SystemExit: names what is wrong."""
         _prepare_or_exit(config)
         self._prepared = True
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
-        """The same for each job of a multirun (``-m``), which has no start of its own.
-
-        Raises:
-            SystemExit: names what is wrong.
-        """
+        """The same for each job of a multirun (``-m``), which has no start of its own. Raises SystemExit: names what is
+        wrong."""
         if not self._prepared:
             self._environment = dict(os.environ)
             _prepare_or_exit(_config_of_the_job())
@@ -153,6 +146,7 @@ def _sandbox(config: Any) -> str:
     users = [
         str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith(("rewards.math", "rewards.code")),
         OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") == "verl_ext_multi_turn",
+        OmegaConf.select(config, "verl_ext.orchestra.name") == "python",
         options.cage != SandboxOptions.cage,
     ]
     if any(users):

@@ -168,11 +168,8 @@ def _unclipped(
 
 
 def _options(config: Any, loss: str, option: str) -> Any:
-    """The actor's ``policy_loss``, which carries the options of the loss.
-
-    Raises:
-        ValueError: it has not the option by which it is known.
-    """
+    """The actor's ``policy_loss``, which carries the options of the loss. Raises ValueError: it has not the option by
+    which it is known."""
     options: Any = getattr(config, "policy_loss", None)
     if not hasattr(options, option):
         raise ValueError(
@@ -245,11 +242,8 @@ LOSSES = {"kpo": kpo, "divergence_augmented": divergence_augmented, "hybrid_imit
 
 
 def register() -> None:
-    """Register the losses with verl. verl overwrites silently, so a name taken by another function is refused.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register the losses with verl. verl overwrites silently, so a name taken by another function is refused. Raises
+    ValueError: the name is taken."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     for name, loss in LOSSES.items():

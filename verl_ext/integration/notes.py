@@ -11,9 +11,11 @@ import functools
 import logging
 import os
 import traceback
+from contextvars import ContextVar
 from typing import Any
 
 from verl_ext.contain import contained
+from verl_ext.rollout import garbage
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,9 @@ LOST, GUARDED = "verl_ext_lost", "verl_ext_guarded"
 
 LONGEST = 6000
 """Characters of a traceback that are kept, from its end."""
+
+validating: ContextVar[bool] = ContextVar("validating", default=False)
+"""Whether the trajectory under way is one of validation, of which verl says nothing to its agent loop."""
 
 _guarded = False
 
@@ -30,6 +35,8 @@ def noting(run_agent_loop: Any) -> Any:
 
     @functools.wraps(run_agent_loop)
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+        validating.set(bool(trajectory["validate"]))  # each trajectory is a task of its own
+        garbage.collect()
         try:
             with contained("the agent loop"):
                 return await run_agent_loop(self, sampling_params, trajectory, **kwargs)

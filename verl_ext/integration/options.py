@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.methods.options import OptionError, fit, parameters
-
-__all__ = ["OptionError", "coerce", "dataclass_of", "discount", "read", "select"]
+from verl_ext.methods.options import Discount, OptionError, fit, parameters
 
 T = TypeVar("T")
 
@@ -68,9 +66,8 @@ def read(
     values = dict(defaults or {})
     for key, value in node.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError(f"{where}.{key} is not an option of {name}.{hint} Known options: {', '.join(known)}.")
+            hint = f"{near(key, known)} Known options: {', '.join(known)}."
+            raise OptionError(f"{where}.{key} is not an option of {name}.{hint}")
         if value is not None or key not in values:
             values[key] = coerce(value, known[key], f"{where}.{key}")
     try:
@@ -81,21 +78,42 @@ def read(
         raise OptionError(f"{where}.{error}") from error
 
 
-def coerce(value: Any, hint: Any, where: str) -> Any:
-    """`fit` a value to an annotation; the OptionError calls it `where`."""
+def near(key: Any, known: Iterable[str]) -> str:
+    """The known name that a misspelled one may mean, as a sentence; empty if none is close."""
+    found = difflib.get_close_matches(str(key), list(known), n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def coerce(value: Any, hint: Any, where: str, remedy: str = "") -> Any:
+    """`fit` a value to an annotation; the OptionError calls it `where` and says `remedy`, if given, for what to do."""
     try:
         return fit(value, hint)
     except ValueError as error:
-        raise OptionError(f"{where} is {value!r}; {error}.") from None
+        raise OptionError(f"{where} is {value!r}; {remedy or error}.") from None
+
+
+def option(config: Any, key: str, hint: Any, default: Any = None, remedy: str = "") -> Any:
+    """``verl_ext.<key>`` of a whole config, or `default` where it is missing or null; otherwise as `coerce`."""
+    return coerce(select(select(config, "verl_ext"), key, default), hint, f"verl_ext.{key}", remedy)
 
 
 def discount(config: Any, default: float = 1.0) -> float:
-    """``algorithm.gamma``, checked to lie in [0, 1].
+    """``algorithm.gamma``, checked to lie in [0, 1]. Raises OptionError: gamma is not a number between 0 and 1."""
+    return coerce(select(config, "gamma", default), Discount, "algorithm.gamma", "the discount must lie in [0, 1]")
 
-    Raises:
-        OptionError: gamma is not a number between 0 and 1.
-    """
-    gamma = select(config, "gamma", default)
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0.0 <= float(gamma) <= 1.0:
-        raise OptionError(f"algorithm.gamma is {gamma!r}; the discount must lie in [0, 1].")
-    return float(gamma)
+
+def require_fsdp(config: Any, does: str, instead: str = "") -> None:
+    """Refuse an actor's engine that is none of verl's FSDP engines, which alone have what `does` tells in words."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in ("fsdp", "fsdp2"):
+        raise OptionError(
+            f"{does} in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} has none of its code. Set it "
+            f"to fsdp or fsdp2{instead}."
+        )
+
+
+def has_critic(config: Any) -> bool:
+    """Whether a run has a critic, as verl decides it, without its warning."""
+    enabled = select(config.get("critic"), "enable")
+    name = select(config.algorithm, "adv_estimator")
+    return bool(enabled) if enabled is not None else getattr(name, "value", name) == "gae"

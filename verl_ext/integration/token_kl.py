@@ -35,11 +35,8 @@ class TokenKLMixin:
     """Mixin over verl's `FSDPEngineWithLMHead` and its subclasses. See the module's text."""
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
-        """verl's, with ``token_kl`` (jagged, [B, prompt + response], float32) if the batch asks for it.
-
-        Raises:
-            RuntimeError: a row lacks the sampler's log-probabilities, or they are not those of its tokens.
-        """
+        """verl's, with ``token_kl`` (jagged, [B, prompt + response], float32) if the batch asks for it. Raises
+        RuntimeError: a row lacks the sampler's log-probabilities, or they are not those of its tokens."""
         from verl.utils import tensordict_utils as tu
 
         wanted = bool(said(micro_batch, WANTED, False))
@@ -128,7 +125,6 @@ def check(config: Any, divergence: str, count: int, limit_gib: float) -> list[st
     """Refuse what cannot give the divergence, and batches whose distributions are too large.
 
     Args:
-        config: verl's whole config.
         divergence: ``exact`` or ``top_k``.
         count: log-probabilities a token; -1: the vocabulary.
         limit_gib: GiB of a batch's distributions at most.

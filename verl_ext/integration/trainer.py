@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 from verl_ext.integration import checks, columns, parts, verl_api, wraps
+from verl_ext.integration.models.lead import LeadMixin
+from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.parts import checkpoints
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.reduction import reduced
@@ -165,7 +167,9 @@ def extend_registry() -> None:
 
     for name, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, VerlExtTrainer):
-            verl_api.check_overrides(VerlExtTrainer, trainer)
+            ours = (VerlExtTrainer, LeadMixin)
+            for mixin in (*ours, ModelSide):
+                verl_api.check_overrides(mixin, trainer)
             TRAINER_REGISTRY[name] = type(
-                trainer.__name__, (VerlExtTrainer, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
+                trainer.__name__, (*ours, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
             )

@@ -26,12 +26,14 @@ TRIED = ">=0.9.1,<0.10"
 """Versions of verl that the tests run on. Others are used if they have all names, with a word."""
 
 TRAINER, ENGINE, UPDATES, PRUNING = "the trainer", "the FSDP engine", "verl_ext.updates_per_batch", "dvp"
-LOOPS, MULTI_TURN, ORCHESTRA = (
+LOOPS, MULTI_TURN, ORCHESTRA, GATEWAY = (
     "an agent loop of verl_ext",
     "the agent loop verl_ext_multi_turn",
     "the agent loop verl_ext_orchestra",
+    "the agent loop verl_ext_gateway",
 )
 EMBEDDED, CPU = "rollout.name=embedded", "the CPU platform"
+MODELS = "verl_ext.models"
 
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     TRAINER: {
@@ -69,6 +71,17 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     PRUNING: {"verl.workers.rollout.llm_server": ("LLMServerClient.generate(request_id, sampling_params)",)},
+    MODELS: {
+        "transfer_queue": ("KVBatchMeta.select_keys",),
+        "verl.single_controller.base.decorator": ("Dispatch.ONE_TO_ALL", "register(dispatch_mode)"),
+        "verl.single_controller.ray.base": (
+            "ResourcePoolManager(resource_pool_spec, mapping, resource_pool_dict, max_colocate_count)",
+        ),
+        "verl.trainer.ppo.utils": ("need_reference_policy",),
+        "verl.utils.config": ("validate_config(config, use_reference_policy, use_critic)",),
+        "verl.utils.tokenizer.continuous_token_wiring": ("create_continuous_token_builder(hf_model_type)",),
+        "verl.workers.rollout.replica": ("get_rollout_replica_class",),
+    },
     LOOPS: {
         "verl.experimental.agent_loop.agent_loop": (
             # With it the token builder is always there; before, a loop had one only if it was asked for.
@@ -95,6 +108,10 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl.tools.function_tool": ("FUNCTION_TOOL_REGISTRY", "FunctionTool.call"),
         "verl.trainer.ppo.reward": ("get_custom_reward_fn",),
         "verl.utils.reward_score": ("default_compute_score",),
+    },
+    GATEWAY: {
+        "verl.tools.schemas": ("OpenAIFunctionToolSchema",),
+        "verl.utils.import_utils": ("load_extern_object(module_path, object_name)",),
     },
     EMBEDDED: {
         "verl.utils.config": ("omega_conf_to_dataclass",),
@@ -143,11 +160,17 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
     ),
     ENGINE: (wraps.SUM_PI_SQUARED,),
     CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY),
+    MODELS: (wraps.REWARD_LOOP, wraps.LLM_SERVERS, wraps.ROLLOUT_CLASS),
 }
 """What is replaced, by feature."""
 
 OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
-    TRAINER: (("verl_ext.integration.trainer:VerlExtTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),),
+    TRAINER: (
+        ("verl_ext.integration.trainer:VerlExtTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
+        ("verl_ext.integration.models.lead:LeadMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
+        ("verl_ext.integration.models.side:ModelSide", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
+    ),
+    MODELS: (("verl_ext.integration.models.members:MemberMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),),
     ENGINE: tuple(
         (mixin, "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead")
         for mixin in (
@@ -167,11 +190,8 @@ OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def first(owner: Any, *names: str) -> Any:
-    """The attribute of `owner` under the first of these names that it has.
-
-    Raises:
-        UnsupportedVerl: it has none of them.
-    """
+    """The attribute of `owner` under the first of these names that it has. Raises UnsupportedVerl: it has none of
+    them."""
     for name in names:
         if hasattr(owner, name):
             return getattr(owner, name)
@@ -204,11 +224,7 @@ def loop_arguments() -> set[str]:
 
 
 def features(config: Any) -> list[str]:
-    """Which of `NEEDS` a run wants.
-
-    Args:
-        config: composed config of verl's `ppo_trainer`.
-    """
+    """Which of `NEEDS` a run wants."""
     node = config.get("verl_ext") or {}
     policy = config.actor_rollout_ref
     loops = agent_loops(config)
@@ -218,10 +234,12 @@ def features(config: Any) -> list[str]:
         UPDATES: node.get("updates_per_batch") is not None,
         PRUNING: (config.get("dvp") or {}).get("rho") is not None,
         LOOPS: bool(loops),
-        MULTI_TURN: "verl_ext_multi_turn" in loops,
-        ORCHESTRA: "verl_ext_orchestra" in loops,
+        MULTI_TURN: bool(loops & {"verl_ext_multi_turn", "verl_ext_kernels"}),
+        ORCHESTRA: bool(loops & {"verl_ext_orchestra", "verl_ext_gateway"}),
+        GATEWAY: "verl_ext_gateway" in loops,
         EMBEDDED: policy.rollout.get("name") == "embedded",
         CPU: node.get("platform") == "cpu",
+        MODELS: bool(node.get("models")),
     }
     return [feature for feature, asked in wanted.items() if asked]
 
@@ -291,11 +309,8 @@ def missing(wanted: Iterable[str]) -> list[str]:
 
 
 def require(config: Any) -> None:
-    """Look up all that a run needs of verl, and say so once if this verl has it but was never tried.
-
-    Raises:
-        UnsupportedVerl: names the features and what they lack.
-    """
+    """Look up all that a run needs of verl, and say so once if this verl has it but was never tried. Raises
+    UnsupportedVerl: names the features and what they lack."""
     lacking = missing(features(config))
     if lacking:
         raise wraps.UnsupportedVerl(

@@ -49,11 +49,8 @@ class Target:
     reason: str
 
     def resolve(self) -> Any:
-        """Return the target, checked.
-
-        Raises:
-            UnsupportedVerl: the name is gone or its parameters are not the expected ones.
-        """
+        """Return the target, checked. Raises UnsupportedVerl: the name is gone or its parameters are not the expected
+        ones."""
         try:
             target = operator.attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError) as error:
@@ -83,11 +80,8 @@ _calls: Counter[Target] = Counter()
 
 @contextmanager
 def must_be_called(target: Target, when: bool = True) -> Iterator[None]:
-    """A block in which verl calls the replacement of `target`, if `when` holds.
-
-    Raises:
-        UnsupportedVerl: it did not, so what the block has computed is not what the replacement is for.
-    """
+    """A block in which verl calls the replacement of `target`, if `when` holds. Raises UnsupportedVerl: it did not, so
+    what the block has computed is not what the replacement is for."""
     before = _calls[target]
     yield
     if when and _calls[target] == before:
@@ -136,76 +130,80 @@ def _counted(target: Target, replacement: Any) -> Any:
     return call
 
 
+def _target(what: str, where: str, reason: str) -> Target:
+    """A `Target` from ``module:name(parameters)``; without parentheses it is not called by us."""
+    module, _, rest = what.partition(":")
+    name, called, parameters = rest.rstrip(")").partition("(")
+    return Target(module, name, tuple(parameters.split(", ")) if called else None, f"verl 0.9.1, {where}", reason)
+
+
 GET_TRAINER = tuple(
-    Target(
-        module=module,
-        name="get_trainer_cls",
-        parameters=("name",),
-        written_for="verl 0.9.1, trainer/ppo/v1/trainer_base.py:2017, called by main_ppo.TaskRunnerV1.run",
-        reason="a trainer class may be registered after ours were; this is where verl asks for the class of the run",
+    _target(
+        f"{module}:get_trainer_cls(name)",
+        "trainer/ppo/v1/trainer_base.py:2017, called by main_ppo.TaskRunnerV1.run",
+        "a trainer class may be registered after ours were; this is where verl asks for the class of the run",
     )
     for module in ("verl.trainer.ppo.v1", "verl.trainer.ppo.v1.trainer_base")
 )
-ADVANTAGE = Target(
-    module="verl.trainer.ppo.v1.trainer_base",
-    name="compute_advantage_for_multi_trajectories",
-    parameters=("data", "batch_keys", "adv_estimator", "config"),
-    written_for="verl 0.9.1, trainer/ppo/v1/trainer_base.py `_compute_advantage`, step 3",
-    reason="a registered estimator gets four arguments; the batch and its storage keys are visible only here",
+ADVANTAGE = _target(
+    "verl.trainer.ppo.v1.trainer_base:"
+    "compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config)",
+    "trainer/ppo/v1/trainer_base.py `_compute_advantage`, step 3",
+    "a registered estimator gets four arguments; the batch and its storage keys are visible only here",
 )
-RUN_AGENT_LOOP = Target(
-    module="verl.experimental.agent_loop.agent_loop",
-    name="AgentLoopWorker._run_agent_loop",
-    parameters=("self", "sampling_params", "trajectory", "kwargs"),
-    written_for="verl 0.9.1, experimental/agent_loop/agent_loop.py:661, called by AgentLoopWorkerTQ._run_prompt",
-    reason="verl logs what a rollout raises in the worker and drops it; the trainer is not told of which or why",
+RUN_AGENT_LOOP = _target(
+    "verl.experimental.agent_loop.agent_loop:"
+    "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, kwargs)",
+    "experimental/agent_loop/agent_loop.py:661, called by AgentLoopWorkerTQ._run_prompt",
+    "verl logs what a rollout raises in the worker and drops it; the trainer is not told of which or why",
 )
-REWARD_FUNCTION = Target(
-    module="verl.trainer.ppo.reward",
-    name="get_custom_reward_fn",
-    parameters=("config",),
-    written_for="verl 0.9.1, trainer/ppo/reward.py:56, called by load_reward_manager in the reward workers",
-    reason="a SystemExit that a reward function raises for an answer ends verl's reward worker, and with it the run",
+REWARD_FUNCTION = _target(
+    "verl.trainer.ppo.reward:get_custom_reward_fn(config)",
+    "trainer/ppo/reward.py:56, called by load_reward_manager in the reward workers",
+    "a SystemExit that a reward function raises for an answer ends verl's reward worker, and with it the run",
 )
-FILE_LOGGER = Target(
-    module="verl.utils.tracking",
-    name="FileLogger",
-    parameters=("project_name", "experiment_name"),
-    written_for="verl 0.9.1, utils/tracking.py:529",
-    reason="the logger opens its file for writing and so deletes the metrics of the steps before a resume",
+FILE_LOGGER = _target(
+    "verl.utils.tracking:FileLogger(project_name, experiment_name)",
+    "utils/tracking.py:529",
+    "the logger opens its file for writing and so deletes the metrics of the steps before a resume",
 )
-PROCESS_GROUP = Target(
-    module="verl.utils.distributed",
-    name="initialize_global_process_group_ray",
-    parameters=("timeout_second", "backend"),
-    written_for="verl 0.9.1, utils/distributed.py:77",
-    reason="on the CPU the default backend reads 'cpu:gloo,cpu:gloo', which torch refuses; no key reaches it",
+PROCESS_GROUP = _target(
+    "verl.utils.distributed:initialize_global_process_group_ray(timeout_second, backend)",
+    "utils/distributed.py:77",
+    "on the CPU the default backend reads 'cpu:gloo,cpu:gloo', which torch refuses; no key reaches it",
 )
-VALUE_HEAD = Target(
-    module="verl.utils.model",
-    name="load_valuehead_model",
-    parameters=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
-    written_for="verl 0.9.1, utils/model.py:641",
-    reason="the critic's attention implementation is written into the function as flash_attention_2",
+VALUE_HEAD = _target(
+    "verl.utils.model:load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)",
+    "utils/model.py:641",
+    "the critic's attention implementation is written into the function as flash_attention_2",
 )
-OFFLOAD_POLICY = Target(
-    module="verl.workers.engine.fsdp.transformer_impl",
-    name="CPUOffloadPolicy",
-    parameters=None,
-    written_for="verl 0.9.1, workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
-    reason="forward-only models ask for pinned memory, which needs an accelerator",
+OFFLOAD_POLICY = _target(
+    "verl.workers.engine.fsdp.transformer_impl:CPUOffloadPolicy",
+    "workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
+    "forward-only models ask for pinned memory, which needs an accelerator",
 )
-SUM_PI_SQUARED = Target(
-    module="verl.utils.torch_functional",
-    name="calculate_sum_pi_squared_from_logits",
-    parameters=("logits",),
-    written_for="verl 0.9.1, utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",
-    reason="it works in the dtype of the logits; from bfloat16 the result is wrong by up to a half",
+SUM_PI_SQUARED = _target(
+    "verl.utils.torch_functional:calculate_sum_pi_squared_from_logits(logits)",
+    "utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",
+    "it works in the dtype of the logits; from bfloat16 the result is wrong by up to a half",
 )
-LOSS_METRICS = Target(
-    module="verl.workers.utils.losses",
-    name="Metric",
-    parameters=("aggregation", "value"),
-    written_for="verl 0.9.1, workers/utils/losses.py:116 `ppo_loss`",
-    reason="every metric of a policy loss is made a mean over micro-batches and ranks; a maximum has no way through",
+LOSS_METRICS = _target(
+    "verl.workers.utils.losses:Metric(aggregation, value)",
+    "workers/utils/losses.py:116 `ppo_loss`",
+    "every metric of a policy loss is made a mean over micro-batches and ranks; a maximum has no way through",
+)
+REWARD_LOOP = _target(
+    "verl.trainer.ppo.v1.trainer_base:RewardLoopManager(config, rm_resource_pool)",
+    "trainer/ppo/v1/trainer_base.py:347 `_setup`, step 7",
+    "`_setup` starts reward workers under fixed names; a further model shares those of the run",
+)
+LLM_SERVERS = _target(
+    "verl.trainer.ppo.v1.trainer_base:LLMServerManager(config, worker_group, rollout_resource_pool, start_rank)",
+    "trainer/ppo/v1/trainer_base.py:372 `_setup`, step 9",
+    "servers are named by their number alone, so those of two models would collide",
+)
+ROLLOUT_CLASS = _target(
+    "verl.workers.engine_workers:get_rollout_class(rollout_name, mode)",
+    "workers/engine_workers.py:667 `init_model`, step 3.2",
+    "the worker's end of the weight sync finds its server by the same number, which it is not given",
 )

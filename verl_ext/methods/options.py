@@ -44,6 +44,10 @@ def positive(value: float) -> str | None:
     return None if value > 0 else "it must be greater than 0"
 
 
+def at_least_one(value: float) -> str | None:
+    return None if value >= 1 else "it must be at least 1"
+
+
 def names_index(value: Sequence[str]) -> str | None:
     return None if "index" in value else "it must name 'index', or rows of different prompts would mix"
 
@@ -53,6 +57,7 @@ Discount = Annotated[float, fraction]
 NotNegative = Annotated[float, not_negative]
 Positive = Annotated[float, positive]
 Count = Annotated[int, not_negative]
+AtLeastOne = Annotated[int, at_least_one]
 #: Row fields that make a group: rows that agree in all of them are compared.
 GroupBy = Annotated[Sequence[str], names_index]
 

@@ -23,20 +23,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 
 from verl_ext.methods.groups import Column
-from verl_ext.methods.options import check_choice
+from verl_ext.methods.options import Discount, NotNegative, Positive, check_choice, checked
 from verl_ext.methods.rows import Rows, check_token_field
 
-LEVELS = ("token", "turn", "turn_geo", "sequence", "geometric")
-VETO_SCOPES = ("row", "trajectory")
+Level = Literal["token", "turn", "turn_geo", "sequence", "geometric"]
+LEVELS = get_args(Level)
 #: Log ratios are cut here before an exponential, as verl does; bounds are compared on the log scale, uncut.
 LARGEST_LOG_RATIO = 20.0
-#: Elements of the float64 copy of logits that `exact_token_kl` makes at a time.
-BLOCK_ELEMENTS = 1 << 24
+#: Elements of the float64 copies of logits that `exact_token_kl` makes at a time; a few such blocks are its memory.
+BLOCK_ELEMENTS = 1 << 21
+
+
+def _below_one(value: float) -> str | None:
+    return None if value < 1 else "it must be less than 1"
 
 
 class Rejection(NamedTuple):
@@ -54,6 +58,7 @@ class Rejection(NamedTuple):
     statistic: torch.Tensor
 
 
+@checked
 def mrs(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
@@ -62,11 +67,11 @@ def mrs(
     traj_uid: Column | None = None,
     turn_index: Column | None = None,
     index: Column | None = None,
-    level: str | None = "geometric",
-    lower: float | None = 0.999,
-    upper: float | None = 1.001,
-    veto: float | None = 1e-4,
-    veto_scope: str = "row",
+    level: Level | None = "geometric",
+    lower: Positive | None = 0.999,
+    upper: Positive | None = 1.001,
+    veto: Positive | None = 1e-4,
+    veto_scope: Literal["row", "trajectory"] = "row",
 ) -> Rejection:
     """Mismatch rejection sampling: keep what the trainer finds about as likely as the sampler did.
 
@@ -86,12 +91,6 @@ def mrs(
     Raises:
         ValueError: a bound is not positive, lower > upper, or a log-probability of a model token is NaN.
     """
-    if level is not None:
-        check_choice("level", level, LEVELS)
-    check_choice("veto_scope", veto_scope, VETO_SCOPES)
-    for name, bound in (("lower", lower), ("upper", upper), ("veto", veto)):
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{name} is {bound!r}; a bound on a ratio is greater than 0, or None for off")
     if lower is not None and upper is not None and lower > upper:
         raise ValueError(f"lower={lower} is above upper={upper}")
     token = response_mask.bool()
@@ -128,8 +127,13 @@ def mrs(
     return _rejection(response_mask, inside & ~vetoed, statistic)
 
 
+@checked
 def trm(
-    token_kl: torch.Tensor, response_mask: torch.Tensor, *, max: float | None = 0.05, avg: float | None = 0.001
+    token_kl: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    max: NotNegative | None = 0.05,
+    avg: NotNegative | None = 0.001,
 ) -> Rejection:
     """Trust region masking: keep a row whose sampler stays close to the trainer at every token and on average.
 
@@ -145,9 +149,6 @@ def trm(
     Raises:
         ValueError: a bound is negative, or a divergence at a model token is NaN.
     """
-    for name, bound in (("max", max), ("avg", avg)):
-        if bound is not None and not bound >= 0:
-            raise ValueError(f"{name} is {bound!r}; a bound on a divergence is at least 0, or None for off")
     token = response_mask.bool()
     values = _on_tokens("token_kl", check_token_field("token_kl", token_kl, response_mask), token)
     largest = values.amax(-1) if values.shape[1] else values.sum(-1)
@@ -163,14 +164,15 @@ def trm(
     )
 
 
+@checked
 def ln_trm(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    epsilon: float,
-    delta: float,
-    threshold: float | None,
+    epsilon: Positive,
+    delta: Positive,
+    threshold: NotNegative | None,
 ) -> Rejection:
     """Length-neutral trust region masking: the mean of |rho - 1|, each token weighted by what can still follow it.
 
@@ -184,9 +186,6 @@ def ln_trm(
         delta: bound of the divergence a token, of the paper.
         threshold: bound of the statistic; None is off.
     """
-    for name, value in (("epsilon", epsilon), ("delta", delta)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value!r}; it must be greater than 0")
     token = response_mask.bool()
     deviation = _deviation(old_log_probs, rollout_log_probs, token)
     left = (token.sum(-1, keepdim=True) - token.cumsum(-1)).double()  # T - t
@@ -196,12 +195,13 @@ def ln_trm(
     return _rejection(response_mask, _at_most(statistic, threshold), statistic)
 
 
+@checked
 def ser(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    threshold: float | None,
+    threshold: NotNegative | None,
 ) -> Rejection:
     """Sequence error rejection: keep a row whose mean |rho - 1| is at most `threshold` (0.03 to 0.10 in the text).
 
@@ -250,14 +250,15 @@ def is_void_turn(text: str, code_block: re.Pattern[str] = CODE_BLOCK, answer: st
     return not has_code and answer not in text
 
 
+@checked
 def variance_filter(
     response_mask: torch.Tensor,
     *,
     rewards: Column,
     index: Column,
     traj_uid: Column | None = None,
-    threshold: float | None = 1e-3,
-    quantile: float | None = None,
+    threshold: NotNegative | None = 1e-3,
+    quantile: Annotated[Discount, _below_one] | None = None,
 ) -> Rejection:
     """Train on prompts whose samples differ in reward: a group without spread has no advantage to learn from.
 
@@ -272,10 +273,6 @@ def variance_filter(
     Returns:
         `Rejection`; the statistic is the standard deviation of the row's prompt.
     """
-    if threshold is not None and not threshold >= 0:
-        raise ValueError(f"threshold is {threshold!r}; a deviation is at least 0, or None for off")
-    if quantile is not None and not 0 <= quantile < 1:
-        raise ValueError(f"quantile is {quantile!r}; it must be in [0, 1), or None for off")
     rows = Rows(len(response_mask), index=index, traj_uid=traj_uid, rewards=rewards)
     device = response_mask.device
     trajectory, prompt = _trajectories(rows).to(device), torch.from_numpy(rows.keys(("index",))).to(device)
@@ -416,8 +413,6 @@ def _first_of_each(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _at_most(statistic: torch.Tensor, threshold: float | None) -> torch.Tensor:
     if threshold is None:
         return torch.ones_like(statistic, dtype=torch.bool)
-    if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold!r}; it must be at least 0, or None for off")
     return statistic <= threshold
 
 

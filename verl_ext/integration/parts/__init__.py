@@ -20,13 +20,16 @@ from verl_ext.integration.parts import (
     methods,
     metrics_file,
     missing,
+    models,
     modifiers,
     nodes,
     pruning,
+    record,
     rejection,
     rewards,
     rollouts,
     rows,
+    train_agents,
     transcripts,
     updates,
     variance_proxy,
@@ -36,6 +39,7 @@ from verl_ext.integration.parts.base import Part
 __all__ = ["PARTS", "active", "methods", "uses_verl_ext"]
 
 PARTS: tuple[type[Part], ...] = (
+    models.Models,  # its checks come first: further models inherit what the others complete
     metrics_file.MetricsFile,
     nodes.Nodes,
     agent_loops.AgentLoops,
@@ -43,12 +47,14 @@ PARTS: tuple[type[Part], ...] = (
     missing.Missing,
     updates.Updates,  # may put the rows in another order
     columns.Columns,  # row fields in the order of the rows, for all that follow
+    train_agents.TrainAgents,  # takes rows out, and gives the others what these earned
     rollouts.Rollouts,
     losses.Losses,
     imitation.Imitation,  # what the loss hybrid_imitation reads of a teacher
+    rejection.RejectionRules,  # decides before the advantage on what is trained, takes out of the loss after it
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
-    rejection.RejectionRules,  # decides before the advantage, takes out of the loss after it
     methods.Methods,  # settles the rewards; after the estimator checks what came out
+    record.Record,  # what the estimator sees, as it sees it
     modifiers.Modifiers,
     variance_proxy.VarianceProxy,
     agent_gradients.AgentGradients,

@@ -15,7 +15,7 @@ import torch
 from verl_ext.integration import columns
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, KEY, metric
 from verl_ext.integration.columns import ActiveBatch, demand
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import option, require_fsdp
 from verl_ext.integration.parts.base import Part
 
 
@@ -27,21 +27,12 @@ class AgentGradients(Part):
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
-        value = select(config.get("verl_ext"), "agent_gradients", False)
-        if not isinstance(value, bool):
-            raise OptionError(f"{KEY} is {value!r}; give true or false.")
-        return value
+        return option(config, "agent_gradients", bool, False)
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
-        if not cls.wanted(config):
-            return []
-        strategy = config.actor_rollout_ref.actor.strategy
-        if strategy not in ("fsdp", "fsdp2"):
-            raise OptionError(
-                f"{KEY}=true separates the agents in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} "
-                f"has none of its code. Set actor_rollout_ref.actor.strategy to fsdp or fsdp2, or {KEY}=false."
-            )
+        if cls.wanted(config):
+            require_fsdp(config, f"{KEY}=true separates the agents", f", or {KEY}=false")
         return []
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:

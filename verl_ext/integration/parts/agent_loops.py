@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loops' own nodes (environment, orchestra, threads) and how often the trainer looks for their rollouts."""
+"""The agent loops' own nodes (environment, gateway, kernels and so on); how often the trainer looks for rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from verl_ext.integration.parts.base import Part
 
 
 class AgentLoops(Part):
-    """``verl_ext.{environment,orchestra,threads}`` and ``verl_ext.poll_interval_s``."""
+    """``verl_ext.{environment,orchestra,gateway,kernels,threads}`` and ``verl_ext.poll_interval_s``."""
+
+    @classmethod
+    def complete(cls, config: Any) -> None:
+        if select(select(config, "verl_ext"), "gateway") is not None:
+            from verl_ext.rollout.gateway.settings import complete
+
+            complete(config)
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
@@ -22,6 +29,14 @@ class AgentLoops(Part):
             from verl_ext.rollout.orchestra.settings import check as check_orchestra
 
             check_orchestra(config)
+        if select(select(config, "verl_ext"), "gateway") is not None:
+            from verl_ext.rollout.gateway.settings import check as check_gateway
+
+            check_gateway(config)
+        if select(select(config, "verl_ext"), "kernels") is not None:
+            from verl_ext.kernels.options import check_kernels
+
+            check_kernels(config)
         if select(select(config, "verl_ext"), "threads") is not None:
             from verl_ext.rollout.threads import read_threads
 

@@ -24,6 +24,7 @@ class Part:
         config: verl's whole config.
         trainer: verl's trainer, for what no hook hands over (``global_steps``, worker groups, tokenizer).
         metrics: of this update, by name; the trainer collects and empties it.
+        batch: of this update, for hooks that are not handed it; set by `on_batch`.
     """
 
     @classmethod
@@ -44,6 +45,7 @@ class Part:
         self.config = config
         self.trainer = trainer
         self.metrics: dict[str, float] = {}
+        self.batch: Any = None
 
     # ---- around the run ----
 
@@ -78,7 +80,8 @@ class Part:
         return multiple
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        """The batch with its padding, in the order of its mini-batches."""
+        """The batch with its padding, in the order of its mini-batches; kept for later hooks."""
+        self.batch = batch
         return batch
 
     def before_old_log_prob(self, batch: Any) -> Any:

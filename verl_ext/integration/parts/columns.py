@@ -14,7 +14,7 @@ from verl_ext.integration import columns
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, option, select
 from verl_ext.integration.parts.base import Part
 
 VERL_OTB = {"optimal_token_baseline", "tir_optimal_token_baseline"}
@@ -83,27 +83,28 @@ def engine_columns(config: Any) -> set[str]:
     names = component_names(config.algorithm)
     needs = {column for name in names if name in ESTIMATORS for column in ESTIMATORS[name].columns}
     named = VERL_OTB & set(names) or logit_update_wanted(config)
-    return needs | ({"sum_pi_squared"} if named else set())
+    return needs | ({"sum_pi_squared"} if named or _recorded(config) else set())
+
+
+def _recorded(config: Any) -> bool:
+    """Whether a record (`verl_ext.integration.parts.record`) gets sum_pi_squared: where the engine can compute it."""
+    if not select(config.get("verl_ext"), "record_dir"):
+        return False
+    try:
+        check_sum_pi_squared(config)
+    except OptionError:
+        return False
+    return True
 
 
 def logit_update_wanted(config: Any) -> bool:
-    """``verl_ext.logit_update``.
-
-    Raises:
-        OptionError: not true or false.
-    """
-    value = select(config.get("verl_ext"), "logit_update", False)
-    if not isinstance(value, bool):
-        raise OptionError(f"verl_ext.logit_update is {value!r}; give true or false.")
-    return value
+    """``verl_ext.logit_update``."""
+    return option(config, "logit_update", bool, False)
 
 
 def check_sum_pi_squared(config: Any) -> None:
-    """The sum of squared probabilities needs a pass over the old policy's logits.
-
-    Raises:
-        OptionError: there is none, or its engine cannot compute it.
-    """
+    """The sum of squared probabilities needs a pass over the old policy's logits. Raises OptionError: there is none, or
+    its engine cannot compute it."""
     who = "verl_ext.logit_update" if logit_update_wanted(config) else "otb"
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode", False):

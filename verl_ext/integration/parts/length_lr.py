@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_trained
-from verl_ext.integration.options import OptionError, coerce, read, select
+from verl_ext.integration.options import coerce, read, require_fsdp, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.integration.update_step import FACTOR, LEARNING_RATE
@@ -40,11 +40,7 @@ class LengthLearningRate(Part):
             return []
         own = schedule(config)
         actor = config.actor_rollout_ref.actor
-        if actor.strategy not in ("fsdp", "fsdp2"):
-            raise OptionError(
-                f"{KEY} multiplies the learning rate in verl's FSDP engines; actor_rollout_ref.actor.strategy="
-                f"{actor.strategy} has none of its code. Set it to fsdp2, or {KEY}.enable=false."
-            )
+        require_fsdp(config, f"{KEY} multiplies the learning rate", f", or {KEY}.enable=false")
         warm_up = max(actor.optim.get("lr_warmup_steps", -1) or 0, 0) or actor.optim.get("lr_warmup_steps_ratio", 0)
         if own.warmup_steps and warm_up:
             return [
@@ -93,10 +89,7 @@ class LengthLearningRate(Part):
 
 
 def schedule(config: Any) -> LengthLR:
-    """The schedule of ``trainer.length_lr``, at its beginning.
-
-    Raises:
-        OptionError: an unknown key, or a value out of range.
-    """
+    """The schedule of ``trainer.length_lr``, at its beginning. Raises OptionError: an unknown key, or a value out of
+    range."""
     node = {key: value for key, value in config.trainer.length_lr.items() if key != "enable"}
     return read({"length_lr": node}, "length_lr", LengthLR, where=KEY)

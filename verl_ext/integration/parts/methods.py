@@ -176,11 +176,8 @@ def check_rewards(fields: Mapping[str, Any], token_level_rewards: torch.Tensor, 
 
 
 def check_advantages(advantages: torch.Tensor, keys: Sequence[str], estimator: str) -> None:
-    """Refuse a NaN or infinite advantage before it reaches the weights.
-
-    Raises:
-        BatchError: names the estimator and the first bad row.
-    """
+    """Refuse a NaN or infinite advantage before it reaches the weights. Raises BatchError: names the estimator and the
+    first bad row."""
     bad = ~torch.isfinite(advantages).all(-1)
     if bool(bad.any()):
         uid, traj, turn = split_key(keys[int(bad.nonzero()[0, 0])])

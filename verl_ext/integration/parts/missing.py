@@ -16,8 +16,9 @@ from typing import Any
 
 from verl_ext.integration import notes
 from verl_ext.integration.columns import is_real, split_key
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import option
 from verl_ext.integration.parts.base import Part
+from verl_ext.methods.options import Discount
 
 KEY = "verl_ext.max_missing_share"
 DEFAULT = 0.05
@@ -31,15 +32,9 @@ class MissingRollouts(RuntimeError):
 
 
 def max_missing_share(config: Any) -> float:
-    """``verl_ext.max_missing_share``, the share of a batch's rollouts that may be lost; 1 for verl's way.
-
-    Raises:
-        OptionError: not a number from 0 to 1.
-    """
-    value = select(config.get("verl_ext"), "max_missing_share", DEFAULT)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise OptionError(f"{KEY} is {value!r}; give the share of a batch's rollouts that may be lost, from 0 to 1.")
-    return float(value)
+    """``verl_ext.max_missing_share``, the share of a batch's rollouts that may be lost; 1 for verl's way."""
+    remedy = "give the share of a batch's rollouts that may be lost, from 0 to 1"
+    return option(config, "max_missing_share", Discount, DEFAULT, remedy)
 
 
 class Missing(Part):
@@ -61,11 +56,8 @@ class Missing(Part):
         return buffer
 
     def _sample(self, buffer: Any, sample: Any, *args: Any, partition_id: str, **kwargs: Any) -> Any:
-        """verl's `sample`, and then what was lost of what has ended.
-
-        Raises:
-            MissingRollouts: too many, in training; or all of them.
-        """
+        """verl's `sample`, and then what was lost of what has ended. Raises MissingRollouts: too many, in training; or
+        all of them."""
         try:
             batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
         except RuntimeError as error:  # verl's word for a batch without any row

@@ -26,8 +26,6 @@ KEY = "algorithm.modifiers"
 class Modifiers(Part):
     """See the module's text."""
 
-    _batch: Any = None
-
     @classmethod
     def wanted(cls, config: Any) -> bool:
         switches = select(config.algorithm, "modifiers") or {}
@@ -48,13 +46,9 @@ class Modifiers(Part):
             )
         return []
 
-    def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        self._batch = batch
-        return batch
-
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         before, mask = data.batch["advantages"], data.batch["response_mask"]
-        entropy = fetch(self._batch, ["entropy"])["entropy"].to_padded_tensor(0.0)
+        entropy = fetch(self.batch, ["entropy"])["entropy"].to_padded_tensor(0.0)
         after = empg(
             before,
             entropy,
@@ -80,11 +74,7 @@ class Modifiers(Part):
 
 
 def options(config: Any) -> dict[str, float]:
-    """``algorithm.empg.*``.
-
-    Raises:
-        OptionError: an unknown key, or a value out of range.
-    """
+    """``algorithm.empg.*``. Raises OptionError: an unknown key, or a value out of range."""
     found = dataclasses.asdict(read(config.algorithm, "empg", dataclass_of(empg)))
     token = torch.zeros(1, 1)
     try:

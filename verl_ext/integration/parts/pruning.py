@@ -202,11 +202,7 @@ class Pruning(Part):
         return trained
 
     def check_update(self, metrics: Mapping[str, Any]) -> None:
-        """Raise unless the actor's engine reports that it pruned in the update.
-
-        Raises:
-            RuntimeError: it does not.
-        """
+        """Raise unless the actor's engine reports that it pruned in the update. Raises RuntimeError: it does not."""
         if self.rho is not None and engine.OUT_OF_SET_METRIC not in metrics:
             raise RuntimeError(_not_pruned(f"the update reported no {engine.OUT_OF_SET_METRIC}"))
 
@@ -233,11 +229,10 @@ def hide_outside(data: Any, trained: torch.Tensor | None) -> None:
     """Undo `Pruning.show_outside` after the estimators: tokens outside the set have mask 0 and advantage 0."""
     if trained is None:
         return
-    shown = data.batch["response_mask"]
-    outside = shown.bool() & ~trained.bool()
-    data.batch["response_mask"] = torch.where(outside, torch.zeros_like(shown), shown)  # what was rejected stays so
+    inside, mask = trained.bool(), data.batch["response_mask"]
+    data.batch["response_mask"] = torch.where(inside, mask, torch.zeros_like(mask))  # what was rejected stays so
     for name in ("advantages", "returns"):
-        data.batch[name] = torch.where(outside, 0.0, data.batch[name])
+        data.batch[name] = torch.where(inside, data.batch[name], 0.0)
 
 
 def _not_pruned(what: str) -> str:

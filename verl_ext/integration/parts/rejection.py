@@ -25,13 +25,13 @@ import torch
 
 from verl_ext.integration import token_kl
 from verl_ext.integration.columns import ActiveBatch, demand
-from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, select
+from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, require_fsdp, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.integration.update_step import NORMALISE, SKIPPED
-from verl_ext.methods import rejection
+from verl_ext.methods import kernel_reward, rejection
 from verl_ext.methods.groups import Column
-from verl_ext.methods.options import parameters
+from verl_ext.methods.options import AtLeastOne, NotNegative, Positive, parameters
 from verl_ext.methods.rejection import ANSWER, CODE_BLOCK, Rejection
 
 KEY = "algorithm.rejection"
@@ -44,11 +44,11 @@ def trm(
     response_mask: torch.Tensor,
     *,
     token_kl: Column | None = None,
-    max: float | None = 0.05,
-    avg: float | None = 0.001,
+    max: NotNegative | None = 0.05,
+    avg: NotNegative | None = 0.001,
     divergence: Literal["sampled", "top_k", "exact"] = "sampled",
-    top_k: int = 20,
-    memory_gib: float = 4.0,
+    top_k: AtLeastOne = 20,
+    memory_gib: Positive = 4.0,
 ) -> Rejection:
     """`verl_ext.methods.rejection.trm` of what the run knows of the divergence.
 
@@ -62,8 +62,6 @@ def trm(
         top_k: how many those are.
         memory_gib: a batch whose distributions take more GiB is refused at launch.
     """
-    if top_k < 1 or not memory_gib > 0:
-        raise ValueError(f"top_k is {top_k} and memory_gib {memory_gib}; give a whole number from 1 and more than 0")
     if divergence != "sampled":
         return rejection.trm(token_kl, response_mask, max=max, avg=avg)
     given = old_log_probs, rollout_log_probs, response_mask
@@ -108,6 +106,7 @@ def simpletir(
 
 RULES: dict[str, Callable[..., Rejection]] = {
     "mrs": rejection.mrs,
+    "prs": kernel_reward.prs,
     "trm": trm,
     "ln_trm": rejection.ln_trm,
     "ser": rejection.ser,
@@ -118,11 +117,8 @@ RULES: dict[str, Callable[..., Rejection]] = {
 
 
 def wanted_rules(config: Any) -> list[str]:
-    """The rules that ``algorithm.rejection`` switches on.
-
-    Raises:
-        OptionError: an unknown rule, or a switch that is not true or false.
-    """
+    """The rules that ``algorithm.rejection`` switches on. Raises OptionError: an unknown rule, or a switch that is not
+    true or false."""
     found = []
     for name, value in (select(config.algorithm, "rejection") or {}).items():
         if name not in RULES:
@@ -133,11 +129,8 @@ def wanted_rules(config: Any) -> list[str]:
 
 
 def options(config: Any, name: str) -> dict[str, Any]:
-    """The options of a rule at ``algorithm.<rule>``, tried on a row of one token.
-
-    Raises:
-        OptionError: one is unknown, missing, of a wrong type or out of range.
-    """
+    """The options of a rule at ``algorithm.<rule>``, tried on a row of one token. Raises OptionError: one is unknown,
+    missing, of a wrong type or out of range."""
     rule = RULES[name]
     found = dataclasses.asdict(read(config.algorithm, name, dataclass_of(rule)))
     for key, value in found.items():
@@ -200,11 +193,7 @@ class RejectionRules(Part):
                 f"{', '.join(compare)} compare trainer and sampler, but actor_rollout_ref.rollout.calculate_log_probs"
                 "=false brings back no log-probabilities of the sampler. Set it to true."
             )
-        if policy.actor.strategy not in ("fsdp", "fsdp2"):
-            raise OptionError(
-                f"{KEY}: an update of which no token is kept is skipped in verl's FSDP engine; "
-                f"actor_rollout_ref.actor.strategy={policy.actor.strategy} has none of its code. Set it to fsdp2."
-            )
+        require_fsdp(config, f"{KEY}: an update of which no token is kept is skipped")
         of_trm = found.get("trm", {"divergence": "sampled"})
         if of_trm["divergence"] == "sampled":
             return []
@@ -297,9 +286,20 @@ class RejectionRules(Part):
             return data.batch["token_level_scores"].double().sum(-1).numpy()
         if name == "token_kl":
             return self._divergence() if self._token_kl else None
+        if name == "draw":
+            return self._draws(active)
         if name == "turn_texts":
             return None if active.column("void") is not None else self._turn_texts()
         return active.column(name)
+
+    def _draws(self, active: ActiveBatch) -> np.ndarray | None:
+        """[B] names of the rows' random numbers: step, place in the data, rollout and turn, the same after a resume."""
+        prompts, step = active.column("prompt_index"), self.trainer.global_steps
+        if prompts is None:
+            return None
+        rollouts = [str(uid).rpartition("_")[2] for uid in active.columns["traj_uid"]]
+        named = zip(prompts, rollouts, active.columns["turn_index"], strict=True)
+        return np.array([f"{step}/{prompt}/{rollout}/{turn}" for prompt, rollout, turn in named], dtype=object)
 
     def _divergence(self) -> torch.Tensor:
         """``token_kl`` [B, T] of the engine."""

@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.options import select
 from verl_ext.integration.parts.base import Part
+
+OF_KERNELS = ("correct", "speedup", "coverage", "decoy", "kernel_status")
+"""Row fields of the loop ``verl_ext_kernels``, written where the rows have them."""
 
 
 class Rows(Part):
@@ -25,6 +29,10 @@ class Rows(Part):
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         folder = select(self.config.get("verl_ext"), "rows_dir")
         first = self.trainer.local_trigger_step == 0
+        if model_options.of(self.config):
+            active.column("model")
+        for name in OF_KERNELS:
+            active.column(name)
         write_rows(folder, self.trainer.global_steps, row_records(active.columns, data, keys), start=first)
 
 
@@ -60,12 +68,15 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
             record["kept"] = bool(columns["row_mask"][i])
         if "agent_id" in columns:
             record["agent_id"] = str(columns["agent_id"][i])
+        if "model" in columns:
+            record["model"] = str(columns["model"][i])
         if "turn_reward" in columns:
             record["turn_reward"] = float(columns["turn_reward"][i])
         if "is_action_valid" in columns:
             record["is_action_valid"] = bool(columns["is_action_valid"][i])
         if "anchor_obs" in columns:
             record["anchor_obs"] = columns["anchor_obs"][i]
+        record.update({name: columns[name][i] for name in OF_KERNELS if name in columns})
         records.append(record)
     return sorted(records, key=lambda record: (record["index"], record["traj_uid"], record["turn_index"]))
 

@@ -9,16 +9,17 @@ from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_real
 from verl_ext.integration.metrics import row_advantages
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.model_options import POLICY
+from verl_ext.integration.options import option, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
+from verl_ext.methods.options import AtLeastOne
 
 
 class Transcripts(Part):
     """Hands the texts of every ``verl_ext.rollouts_freq``-th step to the transcripts' thread."""
 
     _writer: Any = None
-    _batch: Any = None
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
@@ -26,12 +27,8 @@ class Transcripts(Part):
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
-        value = select(config.get("verl_ext"), "rollouts_freq", 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(
-                f"verl_ext.rollouts_freq is {value!r}; give the training steps from one set of transcripts to the "
-                "next, a whole number of at least 1."
-            )
+        remedy = "give the training steps from one set of transcripts to the next, a whole number of at least 1"
+        option(config, "rollouts_freq", AtLeastOne, 1, remedy)
         return []
 
     @contextmanager
@@ -42,10 +39,6 @@ class Transcripts(Part):
             if self._writer is not None:
                 self._writer.close()
 
-    def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        self._batch = batch
-        return batch
-
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         node, step = self.config.get("verl_ext"), int(self.trainer.global_steps)
         if (step - 1) % int(select(node, "rollouts_freq", 1)):
@@ -53,7 +46,8 @@ class Transcripts(Part):
         from verl_ext.transcripts.write import TranscriptWriter, trajectories
 
         if self._writer is None:
-            self._writer = TranscriptWriter(select(node, "rollouts_dir"), self.trainer.tokenizer.batch_decode)
+            decoders = {name: tokenizer.batch_decode for name, tokenizer in self.trainer.tokenizers().items()}
+            self._writer = TranscriptWriter(select(node, "rollouts_dir"), decoders[POLICY], decoders)
         records = trajectories(
             step,
             keys,
@@ -61,8 +55,9 @@ class Transcripts(Part):
             active.extra_fields,
             score=data.batch["token_level_rewards"].double().sum(-1).numpy(),
             advantage=row_advantages(data.batch["advantages"], data.batch["response_mask"]),
-            padding=[not is_real(tag) for tag in self._batch.tags],
+            padding=[not is_real(tag) for tag in self.batch.tags],
         )
-        texts = fetch(self._batch, ["prompts", "responses"])
+        texts = fetch(self.batch, ["prompts", "responses"])
         first = self.trainer.local_trigger_step == 0
-        self._writer.add(records, texts["prompts"].unbind(), texts["responses"].unbind(), start=first)
+        models = [str(said.get("model") or POLICY) for said in active.extra_fields]
+        self._writer.add(records, texts["prompts"].unbind(), texts["responses"].unbind(), first, models)

@@ -43,9 +43,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, has_critic, option, select
 from verl_ext.integration.parts.base import Part
+from verl_ext.methods.options import AtLeastOne
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,16 @@ class Updates(Part):
         self.now = self.asked or 0
 
     @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return not model_options.of(config)  # each of several models has its own (verl_ext.integration.models)
+
+    @classmethod
     def check(cls, config: Any) -> list[str]:
         return check(config)
 
     def on_sample(self, batch: Any) -> Any:
         if self.asked is not None:
-            self.now = min(self.asked, sum(map(is_trained, batch.tags)))
+            self.now = max(1, min(self.asked, sum(map(is_trained, batch.tags))))
             if self.now < self.asked:
                 logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
         return batch
@@ -83,7 +89,7 @@ class Updates(Part):
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
         ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
         updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
-        if updates:
+        if updates and any(map(is_trained, batch.tags)):
             found = balance(batch, updates, ranks)
             metrics.update({name: value for name, value in found.items() if name.startswith("global_seqlen/")})
             self.metrics.update({name: value for name, value in found.items() if name not in metrics})
@@ -128,32 +134,17 @@ class Updates(Part):
 
 
 def updates_per_batch(config: Any) -> int | None:
-    """The value of ``verl_ext.updates_per_batch``: a whole number of at least 1, or None for verl's own behaviour.
-
-    Raises:
-        OptionError: another value.
-    """
-    value = select(config.get("verl_ext"), "updates_per_batch")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(
-            f"{KEY} is {value!r}; give the number of updates of a batch, a whole number of at least 1, or null for "
-            "mini-batches of ppo_mini_batch_size * rollout.n rows."
-        )
-    return value
+    """The value of ``verl_ext.updates_per_batch``; None for verl's own behaviour."""
+    remedy = (
+        "give the number of updates of a batch, a whole number of at least 1, or null for mini-batches of "
+        "ppo_mini_batch_size * rollout.n rows"
+    )
+    return option(config, "updates_per_batch", AtLeastOne | None, remedy=remedy)
 
 
 def check(config: Any) -> list[str]:
-    """Check what ``verl_ext.updates_per_batch`` needs.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        OptionError: a bad value, more updates than a batch has samples, shuffled rows, or a loss whose scale cannot
-            be kept independent of the number of rows.
-    """
+    """Check what ``verl_ext.updates_per_batch`` needs. Returns warnings. Raises OptionError: a bad value, more updates
+    than a batch has samples, shuffled rows, or a loss whose scale cannot be kept independent of the number of rows."""
     updates = updates_per_batch(config)
     if updates is None:
         return []
@@ -180,7 +171,7 @@ def check(config: Any) -> list[str]:
             f"Set actor_rollout_ref.actor.loss_agg_mode={fixed}."
         )
     sections = {"actor_rollout_ref.actor": actor}
-    if config.get("critic") is not None and _has_critic(config):
+    if config.get("critic") is not None and has_critic(config):
         sections["critic"] = config.critic
     for name, section in sections.items():
         if section.get("shuffle", False):
@@ -219,18 +210,10 @@ def fixed_mode(loss: str) -> str | None:
     return found.group(1) if found else None
 
 
-def _has_critic(config: Any) -> bool:
-    """As verl decides it, without its warning."""
-    enabled = select(config.critic, "enable")
-    name = select(config.algorithm, "adv_estimator")
-    return bool(enabled) if enabled is not None else getattr(name, "value", name) == "gae"
-
-
 def row_multiple(config: Any, updates: int, ranks: int, critic: bool) -> int:
     """The number of rows of a batch must be a multiple of this, so that every step can split it evenly.
 
     Args:
-        config: verl's whole config.
         updates: updates of a batch.
         ranks: data-parallel size.
         critic: whether a critic is trained.

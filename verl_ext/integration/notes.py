@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_ext.contain import contained
 from verl_ext.rollout import garbage
+from verl_ext.rollout.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def noting(run_agent_loop: Any) -> Any:
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
         validating.set(bool(trajectory["validate"]))  # each trajectory is a task of its own
         garbage.collect()
+        await in_turn()
         try:
             with contained("the agent loop"):
                 return await run_agent_loop(self, sampling_params, trajectory, **kwargs)

@@ -29,6 +29,7 @@ from verl_ext.rollout import rows
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 from verl_ext.rollout.threads import threads
+from verl_ext.rollout.turns import in_turn
 
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
@@ -232,6 +233,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             messages = updated
             anchor_obs = f"{task.question}\n{turn.verdict.feedback}"
 
+        await in_turn()
         return self._rows(turns, stop_reason, stop_detail)
 
     def _continue_prompt(

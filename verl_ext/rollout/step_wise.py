@@ -62,6 +62,7 @@ from verl_ext.rollout.environments.runner import Session, open_session
 from verl_ext.rollout.environments.templates import Template, load_template
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.tags import tagged
+from verl_ext.rollout.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +247,7 @@ class StepWiseLoop(AgentLoopBase):
             call = rows.placeholder(self, ids, sampling_params, kwargs.get("global_steps"))
             call.fields = self._fields(episode.observation, Action("", False), 0.0, False)
             episode.calls.append(call)
+        await in_turn()
         return self._rows(episode)
 
     def _session(self, name: str, arguments: Mapping[str, Any]) -> Session:

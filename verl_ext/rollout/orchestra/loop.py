@@ -48,6 +48,7 @@ from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.rows import ModelCall
 from verl_ext.rollout.threads import HeldThreads, threads
+from verl_ext.rollout.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class OrchestraLoop(AgentLoopBase):
             )
         if failure:
             team.count(failure)
+        await in_turn()
         return await self._rows(team, lineup, task, result, failure, detail, kwargs)
 
     async def _play(self, team: Team, lineup: settings.Lineup, task: Task) -> tuple[Result, str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_server import Served
 from harness import Lab, Run, make_model
 from test_main_job import finite
 
@@ -77,9 +78,13 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     # Two commands: the second one goes on from the checkpoint of all models.
     train(lab, "models_idle", "trainer.total_training_steps=1", *idle)
     waiting = train(lab, "models_idle", *idle)
+    far = Served((200, "I see."))  # one of the four speaks by a model that this run does not serve
     apart = train(
         lab,
         "models_apart",
+        *(f"+verl_ext.models.far.endpoint.{key}={value}" for key, value in far.models()["strong"]["endpoint"].items()),
+        "+verl_ext.orchestra.agents.spare.model=far",
+        "+verl_ext.orchestra.options.spare_speaks=true",
         *(f"+verl_ext.models.{name}.model.path={path}" for name, path in (("twin", lab.model), ("other", other))),
         *(
             f"+verl_ext.orchestra.agents.{agent}.model={name}"
@@ -90,6 +95,7 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         "trainer.val_before_train=true",
         "data.val_max_samples=2",
     )
+    far.close()
 
     # A model that nobody asks changes nothing, bit for bit, and a resume neither.
     for step in (1, 2):
@@ -136,6 +142,8 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
             assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
             assert apart.metrics[step][f"actor/{name}/lr"] == pytest.approx(1e-4 * step / 2)
     assert any(key.startswith("val-") for key in apart.metrics[0])
+    played = 2 * 4 + sum(len({row["traj_uid"] for row in apart.rows(step)}) for step in (1, 2))
+    print(len(far.asked), played)
     for line in (apart.folder / "rollouts" / "1.jsonl").read_text().splitlines():
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs

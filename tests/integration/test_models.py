@@ -90,7 +90,26 @@ class TestConfiguration:
                 ["+verl_ext.models.small.adapter_of=policy"],
                 r"adapter_of is not supported: verl 0\.9\.1 has one adapter",
             ),
-            (["+verl_ext.models.small.endpoint.url=x"], r"endpoint is not supported"),
+            (
+                ["+verl_ext.models.far.endpoint.url=http://x/v1", "+verl_ext.models.far.endpoint.model=y"],
+                r"models\.far: no agent of the orchestra solver_verifier asks",
+            ),
+            (
+                [
+                    "+verl_ext.models.far.endpoint.url=http://x/v1",
+                    "+verl_ext.models.far.endpoint.model=y",
+                    "+verl_ext.models.far.trained=true",
+                ],
+                r"models\.far\.trained: a model with an endpoint is not served here; leave it out",
+            ),
+            (
+                [
+                    "+verl_ext.models.far.endpoint.url=http://x/v1",
+                    "+verl_ext.models.far.endpoint.model=y",
+                    "+verl_ext.models.far.endpoint.api_key_env=VERL_EXT_NO_SUCH_KEY",
+                ],
+                r"endpoint\.api_key_env: the environment variable VERL_EXT_NO_SUCH_KEY is empty or not set",
+            ),
             (["+verl_ext.models.small.rollout.name=vllm"], r"rollout\.name=vllm: several models need the embedded"),
             (["actor_rollout_ref.rollout.name=vllm"], r"several models are served by the embedded engine only"),
             (["trainer.v1.trainer_mode=separate_async"], r"separate_async.* Use sync or colocate_async"),

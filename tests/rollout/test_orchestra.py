@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import hydra
 import pytest
+from chat_server import Served
 from hydra import compose
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import (
@@ -34,6 +35,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration import checks
+from verl_ext.integration.endpoints import EndpointRefused
 from verl_ext.integration.options import OptionError
 from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, mcp_tools, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
@@ -110,6 +112,7 @@ def play(tokenizer: Any, tmp_path: Path) -> Callable[..., tuple[list[AgentLoopOu
         tools: list[Any] | None = None,
         server: Any = None,
         reward_path: str = str(reward),
+        models: dict[str, Any] | None = None,
     ) -> tuple[list[AgentLoopOutput], Scripted]:
         limits = {"prompt_length": prompt_length, "response_length": response_length, **(rollout or {})}
         node = {**({"name": name} if name else {}), **(keys or {})}
@@ -117,7 +120,7 @@ def play(tokenizer: Any, tmp_path: Path) -> Callable[..., tuple[list[AgentLoopOu
             {
                 "actor_rollout_ref": {"rollout": limits},
                 "data": {},
-                "verl_ext": {"orchestra": node},
+                "verl_ext": {"orchestra": node, "models": models or {}},
                 "reward": {
                     "custom_reward_function": {"path": reward_path, "name": "compute_score", "reward_kwargs": {}}
                 },
@@ -1090,3 +1093,140 @@ def test_python_without_an_answer_earns_nothing(
     said = info(rows)
     assert (said["programs"], said["programs_failed"], said["void"]) == numbers and said["answered"] == 0.0
     assert rows[-1].extra_fields["failure"] == ""
+
+
+# Models that somebody else serves.
+
+
+TOLD = {"agents": {"teller": {"model": "strong"}}}
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def serve(*answers: tuple[int, Any]) -> Served:
+        made.append(Served(*answers))
+        return made[-1]
+
+    yield serve
+    for one in made:
+        one.close()
+
+
+def test_an_agent_with_an_endpoint_plays_and_makes_no_row(
+    play: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRONG_KEY", "sk-secret")
+    strong = served((500, {}), (200, "12"))
+    models = strong.models(api_key_env="STRONG_KEY", request={"temperature": 0.5, "seed": 3})
+    rows, server = play("test_pair", PAIR, keys={"options": {"rounds": 2}, **TOLD}, models=models)
+    assert fields(rows, "agent_id") == ["asker"] * 2 and fields(rows, "model") == ["policy"] * 2
+    assert fields(rows, "turn_reward") == [0.25, 1.25]
+    assert [row.reward_score for row in rows] == [1.0] * 2 and len(server.requests) == 2
+    said = info(rows)
+    assert (said["calls"], said["calls_asker"], said["calls_teller"], said["invalid_teller"]) == (4.0, 2.0, 2.0, 0.0)
+    assert len(strong.asked) == 3, "the first answer, a 500, was asked for again"
+    assert strong.keys == ["Bearer sk-secret"] * 3
+    assert strong.asked[-1] == {
+        "path": "/v1/chat/completions",
+        "model": "big",
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "seed": 3,
+        "messages": [
+            {"role": "system", "content": "Tell a number."},
+            {"role": "user", "content": QUESTION},
+            {"role": "user", "content": "how much?"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(400, {"error": {"message": "too long"}}), (500, {}), (200, {"choices": []}), (200, {"choices": 3}), (200, [])],
+)
+def test_an_endpoint_that_fails_is_a_failure_by_name(play: Any, served: Any, answer: tuple[int, Any]) -> None:
+    rows, _ = play("test_pair", PAIR, keys=TOLD, models=served(answer).models(retries=0))
+    assert fields(rows, "agent_id") == ["asker"] and rows[0].reward_score == 0.0
+    assert fields(rows, "failure") == ["endpoint_error"] and fields(rows, "turn_reward") == [0.0]
+    assert info(rows)["failure_endpoint_error"] == 1.0 and info(rows)["calls_teller"] == 0.0
+
+
+def test_an_endpoint_that_refuses_ends_the_rollout_and_keeps_the_key(
+    play: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRONG_KEY", "sk-secret")
+    models = served((401, {"error": {"message": "the key sk-secret is unknown"}})).models(api_key_env="STRONG_KEY")
+    with pytest.raises(EndpointRefused, match="refuses big: .*the key ... is unknown"):
+        play("test_pair", PAIR, keys=TOLD, models=models)
+    monkeypatch.delenv("STRONG_KEY")
+    with pytest.raises(EndpointRefused, match="variable STRONG_KEY is empty or not set"):
+        play("test_pair", PAIR, keys=TOLD, models=models)
+
+
+def test_an_endpoint_that_says_nothing_in_time(play: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        models = {"strong": {"endpoint": {"url": url, "model": "big", "retries": 0}}}
+        rows, _ = play("test_pair", PAIR, keys={**TOLD, "call_timeout_s": 1.0}, models=models)
+        assert fields(rows, "failure") == ["call_timeout"]
+        models["strong"]["endpoint"]["timeout_s"] = 0.5
+        rows, _ = play("test_pair", PAIR, keys=TOLD, models=models)
+        assert fields(rows, "failure") == ["endpoint_error"]
+
+
+async def rewards_the_teller(task, asker, teller):
+    """The reward is on an answer that is no row."""
+    await asker(task.messages)
+    (await teller(task.messages)).reward = 1.0
+    return 0.5
+
+
+orchestra("test_rewards_the_teller")(rewards_the_teller)
+
+
+async def asks_outside_alone(task, asker, teller):
+    """No call is of the run's model."""
+    return (await teller(task.messages)).text
+
+
+orchestra("test_asks_outside_alone")(asks_outside_alone)
+
+
+def test_what_an_orchestration_may_not_do_with_an_endpoint(play: Any, served: Any) -> None:
+    models = served((200, "12")).models()
+    rows, _ = play("test_rewards_the_teller", PAIR, keys=TOLD, models=models)
+    assert fields(rows, "failure") == ["error"] and rows[0].reward_score == 0.0
+    assert "rewarded agent teller, whose model is not of this run" in fields(rows, "failure_detail")[0]
+    rows, server = play("test_asks_outside_alone", PAIR, keys=TOLD, models=models)
+    assert fields(rows, "agent_id") == ["asker"] and rows[0].response_mask == [0] and not server.requests
+    assert info(rows)["calls_teller"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "endpoint", "message"),
+    [
+        (TOLD, {"url": "host/v1"}, r"strong\.endpoint\.url is 'host/v1'; it begins with http"),
+        (TOLD, {"url": None}, r"strong\.endpoint\.url is missing; give url and model"),
+        (TOLD, {"modle": "x"}, r"strong\.endpoint\.modle is not an option of endpoint\. Did you mean 'model'"),
+        (TOLD, {"retries": -1}, r"strong\.endpoint\.retries is -1"),
+        (TOLD, {"request": 3}, r"strong\.endpoint\.request is 3; give keys and values"),
+        ({}, {}, r"models\.strong: no agent of the orchestra test_pair asks for this model"),
+        (
+            {"agents": {"asker": {"model": "strong"}, "teller": {"model": "strong"}}},
+            {},
+            "every agent of test_pair has an endpoint; there is nothing to train",
+        ),
+        (
+            {"agents": {"teller": {"model": "strong", "tools": ["x"]}}},
+            {},
+            r"teller\.model=strong: an agent whose model is an endpoint calls no tools",
+        ),
+    ],
+)
+def test_mistakes_with_an_endpoint_are_named(keys: dict[str, Any], endpoint: dict[str, Any], message: str) -> None:
+    node = {"endpoint": {"url": "http://host/v1", "model": "big", **endpoint}}
+    config = {"verl_ext": {"orchestra": {"name": "test_pair", **keys}, "models": {"strong": node}}}
+    with pytest.raises(OptionError, match=message):
+        check(OmegaConf.create(config))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.integration import verl_api
+from verl_ext.integration import endpoints, verl_api
 from verl_ext.integration.options import OptionError, coerce, has_critic, near, option, select
 from verl_ext.methods.options import AtLeastOne
 from verl_ext.recipes import leaves_of
@@ -41,7 +41,6 @@ FREE = ("override", "kwargs", "custom", "lora")
 REFUSED = {
     "adapter_of": "verl 0.9.1 has one adapter slot in its engines, optimiser, weight sync and checkpoints. Give the "
     "model a base of its own and model.lora_rank.",
-    "endpoint": "an agent's model is one that this run serves. Call an endpoint in the orchestration or a tool.",
 }
 
 
@@ -84,27 +83,35 @@ class Model:
 
 
 def of(config: Any) -> list[Model]:
-    """The further models of a run, in order; none without ``verl_ext.models``. Raises OptionError: a name, key or value
-    that a model does not take."""
+    """The further models that a run serves, in order; none without ``verl_ext.models``. Raises OptionError: a name, key
+    or value that a model does not take."""
     nodes = select(select(config, "verl_ext"), "models") or {}
     nodes = OmegaConf.to_container(nodes, resolve=False) if isinstance(nodes, DictConfig) else nodes
     if not isinstance(nodes, Mapping):
         raise OptionError(f"{KEY} is {nodes!r}; give a node for each model by its name, such as {{checker: {{...}}}}.")
-    return [_model(str(name), number, node) for number, (name, node) in enumerate(nodes.items(), start=1)]
+    outside = endpoints.of(config)
+    served = {str(name): node for name, node in nodes.items() if name not in outside}
+    for name in outside:
+        _check_name(name)
+    return [_model(name, number, node) for number, (name, node) in enumerate(served.items(), start=1)]
 
 
 def names(config: Any) -> tuple[str, ...]:
-    """All models of a run, ``policy`` first."""
-    return POLICY, *(model.name for model in of(config))
+    """All models of a run that an agent may have, ``policy`` first."""
+    return POLICY, *(model.name for model in of(config)), *endpoints.of(config)
+
+
+def _check_name(name: str) -> None:
+    if not name.isidentifier() or name == POLICY:
+        raise OptionError(
+            f"{KEY}.{name}: a model's name is an identifier other than {POLICY!r}, which is the model of "
+            "actor_rollout_ref (set its keys there)."
+        )
 
 
 def _model(name: str, number: int, node: Any) -> Model:
     where = f"{KEY}.{name}"
-    if not name.isidentifier() or name == POLICY:
-        raise OptionError(
-            f"{where}: a model's name is an identifier other than {POLICY!r}, which is the model of actor_rollout_ref "
-            "(set its keys there)."
-        )
+    _check_name(name)
     if not isinstance(node, Mapping):
         raise OptionError(f"{where} is {node!r}; give what differs from actor_rollout_ref, such as model.path.")
     known = (*SECTIONS, *OWN)
@@ -181,6 +188,13 @@ def check(config: Any) -> list[str]:
     further = of(config)
     loss_scale(config)
     require_same_models(config)
+    endpoints.check(config)
+    if len(names(config)) > 1 and "verl_ext_orchestra" not in verl_api.agent_loops(config):
+        loop = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
+        raise OptionError(
+            f"{KEY} does not go with actor_rollout_ref.rollout.agent.default_agent_loop={loop}: only agents of an "
+            f"orchestra have models. Set it to verl_ext_orchestra; or leave out {KEY}."
+        )
     if not further:
         return []
     _check_run(config)
@@ -206,10 +220,7 @@ def loss_scale(config: Any) -> str:
 def _check_run(config: Any) -> None:
     """What of the run itself cannot be with several models."""
     get = lambda key: OmegaConf.select(config, key)  # noqa: E731
-    loop = get("actor_rollout_ref.rollout.agent.default_agent_loop")
     refused = {
-        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}: only agents of an orchestra have models. Set "
-        "it to verl_ext_orchestra": "verl_ext_orchestra" not in verl_api.agent_loops(config),
         "trainer.v1.trainer_mode=separate_async: its standalone servers are the policy's alone. Use sync or "
         "colocate_async": get("trainer.v1.trainer_mode") == "separate_async",
         "distillation.enabled=true: verl's teachers know one student": bool(get("distillation.enabled")),
@@ -286,7 +297,8 @@ def require_same_models(config: Any) -> None:
     several = (actor / POLICY).is_dir()
     found = {path.name for path in actor.iterdir() if path.is_dir()} if several else {POLICY}
     wanted = set(trained(config))
-    if (several or len(names(config)) > 1) and (found != wanted or several != (len(names(config)) > 1)):
+    wants_several = bool(of(config))
+    if (several or wants_several) and (found != wanted or several != wants_several):
         raise OptionError(
             f"the checkpoint {folder} holds {'the models ' + ', '.join(sorted(found)) if several else 'one model'}, "
             f"but this run trains {', '.join(sorted(wanted))}. Start with the same {KEY}, or start anew: another "

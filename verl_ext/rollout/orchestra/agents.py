@@ -12,6 +12,7 @@ from verl_ext.integration.model_options import POLICY
 #: Reasons for which a trajectory or a part of it can fail. They are counted in the metrics under these names.
 ERROR = "error"  # the orchestration raised
 ENGINE_TIMEOUT = "call_timeout"  # one call took longer than call_timeout_s
+ENDPOINT_ERROR = "endpoint_error"  # a model that somebody else serves gave no answer
 TIME_LIMIT = "time_limit"  # the trajectory took longer than time_limit_s
 MAX_CALLS = "max_calls"
 OVERLONG = "overlong_prompt"  # the prompt does not fit and may not (or can't) be shortened
@@ -24,6 +25,7 @@ EMPTY = "empty_response"  # the engine returned no token
 REASONS = (
     ERROR,
     ENGINE_TIMEOUT,
+    ENDPOINT_ERROR,
     TIME_LIMIT,
     MAX_CALLS,
     OVERLONG,

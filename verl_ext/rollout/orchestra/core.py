@@ -75,6 +75,7 @@ class Completion:
         truncated: the answer was cut at its longest length.
         prompt_tokens_cut: tokens taken off the prompt to make it fit.
         row: what the loop makes the row of; a team only carries it.
+        outside: tokens of an answer that a model outside of the run gave, which is no row; None: one of the run's did.
     """
 
     response_ids: list[int]
@@ -82,6 +83,12 @@ class Completion:
     truncated: bool = False
     prompt_tokens_cut: int = 0
     row: Any = None
+    outside: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.response_ids) if self.outside is None else self.outside
 
 
 @dataclass
@@ -283,15 +290,17 @@ class Team:
         self.events: Counter[str] = Counter()
         self.fatal: BaseException | None = None
         self._task: Task | None = None
-        self._finished: list[Call] = []
+        self.finished: list[Call] = []
         self._started = 0
         self._open = True
         self._pending: set[asyncio.Future[Any]] = set()
 
     @property
     def calls(self) -> list[Call]:
-        """Finished calls in the order of the rows."""
-        return sorted(self._finished, key=lambda call: call.position)
+        """Finished calls of the run's models, in the order of the rows."""
+        return sorted(
+            (call for call in self.finished if call.completion.outside is None), key=lambda call: call.position
+        )
 
     def count(self, reason: str) -> None:
         """Count something that went wrong without ending the trajectory."""
@@ -329,20 +338,20 @@ class Team:
             raise OrchestraFailure(MAX_CALLS, f"more than verl_ext.orchestra.max_calls={self.max_calls} model calls")
         self._started += 1
         completion = await self._while_open(self.engine.complete(agent, messages))
-        if not completion.response_ids:
+        if not completion.tokens:
             self.count(EMPTY)
         value = read_answer(agent, completion.text)
         reply = Reply(
             agent=agent.name,
             text=completion.text,
             value=value,
-            tokens=len(completion.response_ids),
+            tokens=completion.tokens,
             truncated=completion.truncated,
-            valid=value is not None and bool(completion.response_ids),
+            valid=value is not None and bool(completion.tokens),
             observation=messages[-1].get("content", ""),
         )
         call = Call(agent, place, completion, reply)
-        self._finished.append(call)
+        self.finished.append(call)
         return call
 
     async def _while_open(self, work: Awaitable[Any]) -> Any:
@@ -397,8 +406,9 @@ class Team:
         return await self._settle(result)
 
     async def _settle(self, result: Any) -> Result:
-        for call in self.calls:
-            _finite(call.reply.reward, f"gave an answer of agent {call.agent.name}")
+        for call in self.finished:
+            if _finite(call.reply.reward, f"gave an answer of agent {call.agent.name}") and call not in self.calls:
+                raise TypeError(f"an orchestration rewarded agent {call.agent.name}, whose model is not of this run")
         if result is None:
             return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
         if isinstance(result, Reply):

@@ -37,9 +37,10 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.contain import contained
+from verl_ext.integration import endpoints
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
-from verl_ext.rollout.orchestra import agents, core, mcp_tools, prompts, settings
+from verl_ext.rollout.orchestra import agents, core, mcp_tools, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.tools import Tools
@@ -86,6 +87,7 @@ class OrchestraLoop(AgentLoopBase):
         super().__init__(*args, **{key: value for key, value in kwargs.items() if key in verls})
         self._prepare(entry)
         self.voices = voices(self)
+        self.endpoints = endpoints.of(self.config)
         options = self.rollout_config.get("multi_turn") or {}
         given = kwargs.get("tools")
         offered = [*(getattr(given, "tools", given) or []), *mcp_tools.tools(self.servers).values()]
@@ -180,7 +182,7 @@ class OrchestraLoop(AgentLoopBase):
     def _lineup(self, name: str | None) -> settings.Lineup:
         key = name or ""
         if key not in self._lineups:
-            self._lineups[key] = settings.line_up(self.settings, name, tuple(self.voices))
+            self._lineups[key] = settings.line_up(self.settings, name, (*self.voices, *self.endpoints))
         return self._lineups[key]
 
     def _count(self, reason: str) -> None:
@@ -194,7 +196,10 @@ class OrchestraLoop(AgentLoopBase):
 
         Raises:
             OrchestraFailure: the prompt does not fit, or the answer did not come in time.
+            EndpointRefused: a model that somebody else serves will not serve this run.
         """
+        if agent.model in self.endpoints:
+            return await self._outside(agent, messages)
         prompt_ids, cut, split = await threads(self.config, "tokenising").run(self._prompt, agent, messages)
         self._split += split
         voice = self.voices[agent.model]
@@ -208,9 +213,7 @@ class OrchestraLoop(AgentLoopBase):
                 timeout=self.settings.call_timeout_s,
             )
         except asyncio.TimeoutError:
-            raise OrchestraFailure(
-                agents.ENGINE_TIMEOUT, f"no answer of agent {agent.name} within {self.settings.call_timeout_s} s"
-            ) from None
+            raise self._late(agent) from None
         ids = call.response_ids
         text = await rows.decode(voice, ids)
         end = agent.ends(text) if agent.ends else None
@@ -226,6 +229,24 @@ class OrchestraLoop(AgentLoopBase):
             prompt_tokens_cut=cut,
             row=call,
         )
+
+    async def _outside(self, agent: Agent, messages: list[dict[str, Any]]) -> Completion:
+        """A call that a model outside of the run answers, from words to words."""
+        limit = agent.max_tokens or int(self.rollout_config.response_length)
+        whole = prompts.with_role(agent, messages, self.settings.role_as)
+        try:
+            asked = outside.client(self.endpoints[agent.model]).ask(whole, limit)
+            answer = await asyncio.wait_for(asked, timeout=self.settings.call_timeout_s)
+        except asyncio.TimeoutError:
+            raise self._late(agent) from None
+        except endpoints.EndpointFailed as error:
+            raise OrchestraFailure(agents.ENDPOINT_ERROR, f"agent {agent.name}: {error}") from None
+        end = agent.ends(answer.text) if agent.ends else None
+        return Completion([], answer.text[:end], end is None and answer.truncated, outside=answer.tokens)
+
+    def _late(self, agent: Agent) -> OrchestraFailure:
+        limit = self.settings.call_timeout_s
+        return OrchestraFailure(agents.ENGINE_TIMEOUT, f"no answer of agent {agent.name} within {limit} s")
 
     def _sampling_of(self, agent: Agent) -> dict[str, Any]:
         """Parameters of the sampler for a call of this agent."""
@@ -342,15 +363,16 @@ class OrchestraLoop(AgentLoopBase):
             }
             made.append(row)
         if not made:
-            voice = self.voices[lineup.agents[0].model]
+            agent = next(agent for agent in lineup.agents if agent.model in self.voices)
+            voice = self.voices[agent.model]
             ids = await rows.encode(voice, task.messages)
             row = rows.placeholder(voice, ids, self._sampling, columns.get("global_steps"))
             row.fields = {
                 "turn_reward": 0.0,
-                "agent_id": lineup.agents[0].name,
+                "agent_id": agent.name,
                 "is_action_valid": True,
                 "anchor_obs": task.question,
-                "model": lineup.agents[0].model,
+                "model": agent.model,
                 "prompt_tokens_cut": 0,
             }
             made.append(row)
@@ -365,7 +387,7 @@ class OrchestraLoop(AgentLoopBase):
         outputs = rows.make_rows(
             made,
             outcome=result.outcome,
-            info=self._numbers(calls, lineup, result, failure, team.events),
+            info=self._numbers(team.finished, lineup, result, failure, team.events),
             common={"orchestra": lineup.orchestra.name},
             failure=failure,
         )

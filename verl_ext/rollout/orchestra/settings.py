@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.integration import model_options, options
+from verl_ext.integration import endpoints, model_options, options
 from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.options import OptionError, select
 from verl_ext.methods.options import AtLeastOne, Count, Positive
@@ -275,4 +275,13 @@ def check(config: Any) -> Lineup | None:
                 f"{WHERE}.agents.<agent>.model={name} for one of {', '.join(agent.name for agent in found.agents)}, or "
                 "leave the model out."
             )
+    outside = [agent for agent in found.agents if agent.model in endpoints.of(config)]
+    for agent in outside:
+        if agent.tools:
+            raise OptionError(
+                f"{WHERE}.agents.{agent.name}.model={agent.model}: an agent whose model is an endpoint calls no tools "
+                f"by itself. Set {WHERE}.agents.{agent.name}.tools=[], or give it a model of the run."
+            )
+    if len(outside) == len(found.agents):
+        raise OptionError(f"{WHERE}: every agent of {settings.name} has an endpoint; there is nothing to train.")
     return found

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from verl_ext.integration.endpoints import Endpoint
 from verl_ext.recipes import documented_keys, leaves_of, recipe_root, recipes
 from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
@@ -34,6 +35,7 @@ DATACLASSES: dict[str, type] = {
     OPTIONS_KEY: MultiTurnOptions,
     "verl_ext.orchestra": OrchestraSettings,
     "verl_ext.orchestra.agents.<name>": AgentSettings,
+    "verl_ext.models.<name>.endpoint": Endpoint,
     "verl_ext.threads": ThreadOptions,
     "actor_rollout_ref.rollout.engine_kwargs.embedded": EmbeddedOptions,
 }

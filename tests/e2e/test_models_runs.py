@@ -142,8 +142,10 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
             assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
             assert apart.metrics[step][f"actor/{name}/lr"] == pytest.approx(1e-4 * step / 2)
     assert any(key.startswith("val-") for key in apart.metrics[0])
-    played = 2 * 4 + sum(len({row["traj_uid"] for row in apart.rows(step)}) for step in (1, 2))
-    print(len(far.asked), played)
+    validated = 2
+    played = sum(len({row["traj_uid"] for row in apart.rows(step)}) for step in (1, 2))
+    assert len(far.asked) == validated + played == 10
+    assert all([one["role"] for one in request["messages"]] == ["system", "user"] for request in far.asked)
     for line in (apart.folder / "rollouts" / "1.jsonl").read_text().splitlines():
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs

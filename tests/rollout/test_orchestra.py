@@ -1208,7 +1208,8 @@ def test_what_an_orchestration_may_not_do_with_an_endpoint(play: Any, served: An
     ("keys", "endpoint", "message"),
     [
         (TOLD, {"url": "host/v1"}, r"strong\.endpoint\.url is 'host/v1'; it begins with http"),
-        (TOLD, {"url": None}, r"strong\.endpoint\.url is missing; give url and model"),
+        (TOLD, {"url": None}, r"strong\.endpoint\.url is None; give a name"),
+        (TOLD, {"model": ""}, r"strong\.endpoint\.model is empty; give the model's name there"),
         (TOLD, {"modle": "x"}, r"strong\.endpoint\.modle is not an option of endpoint\. Did you mean 'model'"),
         (TOLD, {"retries": -1}, r"strong\.endpoint\.retries is -1"),
         (TOLD, {"request": 3}, r"strong\.endpoint\.request is 3; give keys and values"),

@@ -43,8 +43,8 @@ class Endpoint:
         max_concurrent: requests under way at once in a process.
     """
 
-    url: str
-    model: str
+    url: str = ""
+    model: str = ""
     api_key_env: str | None = None
     request: dict[str, Any] = field(default_factory=dict)
     timeout_s: Positive = 120.0
@@ -54,6 +54,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it begins with http:// or https://")
+        if not self.model:
+            raise ValueError("model is empty; give the model's name there")
 
     def key(self) -> str:
         """The key. Raises EndpointRefused: its variable is not set in this process."""
@@ -78,9 +80,6 @@ def of(config: Any) -> dict[str, Endpoint]:
             where = f"{KEY}.{name}"
             if further := sorted(set(node) - {"endpoint"}):
                 raise OptionError(f"{where}.{further[0]}: a model with an endpoint is not served here; leave it out.")
-            for key in ("url", "model"):
-                if not select(node["endpoint"], key):
-                    raise OptionError(f"{where}.endpoint.{key} is missing; give url and model, and api_key_env.")
             found[str(name)] = read(node, "endpoint", Endpoint, where=f"{where}.endpoint")
     return found
 

@@ -36,6 +36,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration import checks
 from verl_ext.integration.endpoints import EndpointRefused
+from verl_ext.integration.endpoints import of as endpoints_of
 from verl_ext.integration.options import OptionError
 from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, mcp_tools, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
@@ -1202,6 +1203,13 @@ def test_what_an_orchestration_may_not_do_with_an_endpoint(play: Any, served: An
     rows, server = play("test_asks_outside_alone", PAIR, keys=TOLD, models=models)
     assert fields(rows, "agent_id") == ["asker"] and rows[0].response_mask == [0] and not server.requests
     assert info(rows)["calls_teller"] == 1.0
+
+
+def test_an_endpoint_may_be_written_with_interpolations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAR_URL", "https://far/v1")
+    node = {"endpoint": {"url": "${oc.env:FAR_URL}", "model": "big"}}
+    found = endpoints_of(OmegaConf.create({"verl_ext": {"models": {"strong": node, "small": {"trained": True}}}}))
+    assert {name: (one.url, one.model) for name, one in found.items()} == {"strong": ("https://far/v1", "big")}
 
 
 @pytest.mark.parametrize(

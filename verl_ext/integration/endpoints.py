@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.integration.options import OptionError, read, select
 from verl_ext.methods.options import AtLeastOne, Count, Positive
@@ -73,10 +73,10 @@ def of(config: Any) -> dict[str, Endpoint]:
     """The endpoints of a run by their names in ``verl_ext.models``. Raises OptionError: a key or value that an endpoint
     does not take."""
     nodes = select(select(config, "verl_ext"), "models") or {}
-    nodes = OmegaConf.to_container(nodes, resolve=False) if isinstance(nodes, DictConfig) else nodes
     found = {}
-    for name, node in nodes.items() if isinstance(nodes, Mapping) else ():
-        if isinstance(node, Mapping) and node.get("endpoint") is not None:
+    for name in nodes if isinstance(nodes, Mapping | DictConfig) else ():
+        node = nodes[name]
+        if isinstance(node, Mapping | DictConfig) and select(node, "endpoint") is not None:
             where = f"{KEY}.{name}"
             if further := sorted(set(node) - {"endpoint"}):
                 raise OptionError(f"{where}.{further[0]}: a model with an endpoint is not served here; leave it out.")

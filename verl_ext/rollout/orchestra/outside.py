@@ -69,7 +69,8 @@ class Client:
 
     def _told(self, problem: str) -> str:
         """A line about a problem, without the key, which some servers repeat."""
-        return f"{self.endpoint.url}: {problem}".replace(self.endpoint.key(), "...")[:500]
+        told = f"{self.endpoint.url}: {problem}"
+        return (told.replace(self.endpoint.key(), "...") if self.endpoint.api_key_env else told)[:500]
 
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Client]] = weakref.WeakKeyDictionary()

@@ -30,7 +30,8 @@ with its ``agent_id``. See `verl_ext.rollout.orchestra.settings.OrchestraSetting
 """
 
 from verl_ext.rollout.orchestra.agents import POLICY, REASONS, Agent, Example, OrchestraFailure, Reply
-from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task, together
+from verl_ext.rollout.orchestra.branches import together
+from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 
 __all__ = [

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from verl_ext.rollout.orchestra.agents import (
     Reply,
     read_answer,
 )
+from verl_ext.rollout.orchestra.branches import here, start
 from verl_ext.rollout.retrieval import Retrieval, Retriever
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -173,61 +173,6 @@ def _team(task: Task) -> Team:
     return task.team
 
 
-@dataclass
-class _Branch:
-    """A line of calls, one after the other: the orchestration itself, or an asyncio task that it started.
-
-    A row's position is the path of counters from the root to its call, so rows come out in the order in which the
-    program makes the calls, however long each of them takes.
-    """
-
-    prefix: tuple[int, ...]
-    task: asyncio.Task[Any] | None
-    used: int = 0
-
-    def next(self) -> tuple[int, ...]:
-        self.used += 1
-        return (*self.prefix, self.used - 1)
-
-
-_branch: ContextVar[_Branch | None] = ContextVar("verl_ext_orchestra_branch", default=None)
-
-
-def _here() -> _Branch:
-    """The branch of the running task; a task that has none yet becomes a child of the one that started it."""
-    branch, task = _branch.get(), asyncio.current_task()
-    if branch is None:
-        branch = _Branch((), task)
-        _branch.set(branch)
-    elif branch.task is not task:
-        branch = _Branch(branch.next(), task)
-        _branch.set(branch)
-    return branch
-
-
-async def together(*branches: Awaitable[Any]) -> list[Any]:
-    """Run awaitables at the same time, and keep the rows of each together, in the order given.
-
-    ``asyncio.gather`` works too. Its rows have a fixed order if each branch calls an agent before it waits for anything
-    else; here the order never depends on time. If one branch raises, the others are cancelled.
-    """
-    parent = _here()
-    places = [parent.next() for _ in branches]
-
-    async def run(place: tuple[int, ...], branch: Awaitable[Any]) -> Any:
-        _branch.set(_Branch(place, asyncio.current_task()))
-        with contained("a branch of the orchestration"):
-            return await branch
-
-    tasks = [asyncio.ensure_future(run(place, branch)) for place, branch in zip(places, branches, strict=True)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def as_messages(messages: Messages) -> list[dict[str, Any]]:
     """A text is one user message; a message is a conversation of one.
 
@@ -313,7 +258,7 @@ class Team:
 
     def ask(self, agent: Agent, messages: list[dict[str, Any]]) -> Awaitable[Reply]:
         """See `BoundAgent.__call__`."""
-        return self._converse(agent, messages, _here().next())
+        return self._converse(agent, messages, here().next())
 
     async def _converse(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Reply:
         call = await self.call(agent, messages, place)
@@ -394,7 +339,7 @@ class Team:
             OrchestraFailure: a call or the judgement failed and the orchestration did not catch it.
             Exception: whatever the orchestration or the engine raises.
         """
-        _branch.set(_Branch((), asyncio.current_task()))
+        start()
         task = self.adopt(task)
         try:
             with contained("the orchestration"):

@@ -25,8 +25,6 @@ trajectories of a process has failed is taken for a mistake (in it, the reward f
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +34,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
-from verl_ext.contain import contained
 from verl_ext.integration import endpoints
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
-from verl_ext.rollout.orchestra import agents, core, mcp_tools, outside, prompts, settings
+from verl_ext.rollout.orchestra import agents, core, judging, mcp_tools, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.tools import Tools
@@ -56,7 +53,6 @@ logger = logging.getLogger(__name__)
 AGENT_NAME = "verl_ext_orchestra"
 
 _prepared: dict[tuple[int, str], tuple[Any, settings.OrchestraSettings, Retriever | None, dict[str, Any]]] = {}
-_reward_functions: dict[int, tuple[Any, Any]] = {}
 _fates: dict[str, rows.Fates] = {}
 
 
@@ -261,45 +257,17 @@ class OrchestraLoop(AgentLoopBase):
         return await self.tools[agent.model].use(agent, completion)
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
-        """The run's reward function (``reward.custom_reward_function``, else verl's default for the data source).
-
-        Raises:
-            OrchestraFailure: it raised, gave no number, or took longer than ``reward_timeout_s``.
-        """
-        function = _reward_function(self.config)
-        arguments = {
-            "data_source": task.data_source,
-            "solution_str": answer,
-            "ground_truth": task.ground_truth,
-            "extra_info": dict(task.extra_info),
-        }
+        """The run's reward function on an answer, see `judging.judge`."""
         timing: dict[str, float] = {}
         try:
             with simple_timer("compute_score", timing):
-                limit = self.settings.reward_timeout_s
-                if inspect.iscoroutinefunction(function):
-                    result = await asyncio.wait_for(_judgement(function, arguments), timeout=limit)
-                else:
-                    judge = functools.partial(function, **arguments)
-                    result = await threads(self.config, "judging").run(judge, timeout_s=limit)
-            score = float(result["score"] if isinstance(result, Mapping) else result)
-        except asyncio.TimeoutError:
-            raise OrchestraFailure(
-                agents.REWARD_TIMEOUT,
-                f"no score within {self.settings.reward_timeout_s} s for the answer {answer!r:.200}",
-            ) from None
+                return await judging.judge(self.config, task, answer, self.settings.reward_timeout_s)
         except HeldThreads as error:
             if self._team is not None:
                 self._team.fatal = error  # nothing can be judged any more
             raise
-        except Exception as error:
-            raise OrchestraFailure(agents.REWARD_ERROR, f"{type(error).__name__}: {error}") from error
         finally:
             self._judging += timing.get("compute_score", 0.0)
-        info = {"acc": score}
-        if isinstance(result, Mapping):
-            info = {key: float(value) for key, value in result.items() if _is_number(value)}
-        return score, info
 
     def _prompt(self, agent: Agent, messages: list[dict[str, Any]]) -> tuple[list[int], int, int]:
         """Tokens of a prompt that fits, how many were taken off for it, and how many control tokens were split.
@@ -441,23 +409,3 @@ def _fewest(tokenizer: Any, ids: Sequence[int], ends: Callable[[str], int | None
         over = ends(tokenizer.decode(list(ids[:middle]), skip_special_tokens=True)) is not None
         low, high = (low, middle) if over else (middle + 1, high)
     return low
-
-
-def _reward_function(config: Any) -> Any:
-    if id(config) not in _reward_functions:
-        from verl.trainer.ppo.reward import get_custom_reward_fn
-        from verl.utils.reward_score import default_compute_score
-
-        _reward_functions[id(config)] = config, get_custom_reward_fn(config) or default_compute_score
-    return _reward_functions[id(config)][1]
-
-
-async def _judgement(function: Any, arguments: Mapping[str, Any]) -> Any:
-    with contained("the reward function"):
-        return await function(**arguments)
-
-
-def _is_number(value: Any) -> bool:
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()
-    return isinstance(value, bool | int | float)

@@ -12,7 +12,8 @@ from collections.abc import Awaitable
 from typing import Any, Literal
 
 from verl_ext.rollout.orchestra.agents import OrchestraFailure, Reply
-from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task, together
+from verl_ext.rollout.orchestra.branches import together
+from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.tags import tagged
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's reward function on a team's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext.contain import contained
+from verl_ext.rollout.orchestra.agents import REWARD_ERROR, REWARD_TIMEOUT, OrchestraFailure
+from verl_ext.rollout.orchestra.core import Task
+from verl_ext.rollout.threads import HeldThreads, threads
+
+_functions: dict[int, tuple[Any, Any]] = {}
+
+
+async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple[float, dict[str, float]]:
+    """Score an answer with ``reward.custom_reward_function``, else verl's default for the data source.
+
+    Args:
+        config: verl's whole config.
+        task: what was asked.
+        answer: the team's.
+        timeout_s: seconds for one judgement.
+
+    Returns:
+        The score, and further numbers.
+
+    Raises:
+        OrchestraFailure: the function raised, gave no number, or took longer.
+        HeldThreads: nothing can be judged any more.
+    """
+    function = _function(config)
+    arguments = {
+        "data_source": task.data_source,
+        "solution_str": answer,
+        "ground_truth": task.ground_truth,
+        "extra_info": dict(task.extra_info),
+    }
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await asyncio.wait_for(_judgement(function, arguments), timeout=timeout_s)
+        else:
+            call = functools.partial(function, **arguments)
+            result = await threads(config, "judging").run(call, timeout_s=timeout_s)
+        score = float(result["score"] if isinstance(result, Mapping) else result)
+    except asyncio.TimeoutError:
+        detail = f"no score within {timeout_s} s for the answer {answer!r:.200}"
+        raise OrchestraFailure(REWARD_TIMEOUT, detail) from None
+    except HeldThreads:
+        raise
+    except Exception as error:
+        raise OrchestraFailure(REWARD_ERROR, f"{type(error).__name__}: {error}") from error
+    if not isinstance(result, Mapping):
+        return score, {"acc": score}
+    return score, {key: float(value) for key, value in result.items() if _is_number(value)}
+
+
+def _function(config: Any) -> Any:
+    if id(config) not in _functions:
+        from verl.trainer.ppo.reward import get_custom_reward_fn
+        from verl.utils.reward_score import default_compute_score
+
+        found = get_custom_reward_fn(config) or default_compute_score
+        _functions[id(config)] = config, found  # the config is kept, so its id stays its own
+    return _functions[id(config)][1]
+
+
+async def _judgement(function: Any, arguments: Mapping[str, Any]) -> Any:
+    with contained("the reward function"):
+        return await function(**arguments)
+
+
+def _is_number(value: Any) -> bool:
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    return isinstance(value, bool | int | float)

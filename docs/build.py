@@ -24,6 +24,7 @@ import yaml
 from verl_ext.integration.endpoints import Endpoint
 from verl_ext.recipes import documented_keys, leaves_of, recipe_root, recipes
 from verl_ext.rollout.embedded.options import EmbeddedOptions
+from verl_ext.rollout.gateway.settings import Named
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
 from verl_ext.rollout.orchestra.settings import AgentSettings, OrchestraSettings
 from verl_ext.rollout.threads import ThreadOptions
@@ -35,6 +36,7 @@ DATACLASSES: dict[str, type] = {
     OPTIONS_KEY: MultiTurnOptions,
     "verl_ext.orchestra": OrchestraSettings,
     "verl_ext.orchestra.agents.<name>": AgentSettings,
+    "verl_ext.gateway.agents.<name>": Named,
     "verl_ext.models.<name>.endpoint": Endpoint,
     "verl_ext.threads": ThreadOptions,
     "actor_rollout_ref.rollout.engine_kwargs.embedded": EmbeddedOptions,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from harness import Lab
 from test_main_job import finite
+from test_models_runs import other_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -38,6 +39,7 @@ async def solve(task, *, base_url, api_key, model):
 
 def test_an_agent_of_ones_own_trains_over_http(standing_lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
+    other = other_tokenizer(tmp_path / "other")
     run = standing_lab.run(
         "gateway",
         recipe="[trloo,gateway,cpu]",
@@ -45,6 +47,8 @@ def test_an_agent_of_ones_own_trains_over_http(standing_lab: Lab, tmp_path: Path
             f"verl_ext.gateway.agent={tmp_path / 'agent.py'}:solve",
             "data.shuffle=false",
             "verl_ext.train_agents=[planner]",
+            f"+verl_ext.models.helper={{trained: false, model: {{path: {other}}}}}",
+            "+verl_ext.gateway.agents={planner: {}, worker: {model: helper}}",
             f"verl_ext.rollouts_dir={tmp_path / 'rollouts'}",
         ],
     ).check()
@@ -54,7 +58,8 @@ def test_an_agent_of_ones_own_trains_over_http(standing_lab: Lab, tmp_path: Path
         assert finite(values)
         rows = run.rows(step)
         assert values["rollout/trajectories"] == 16 and values["rollout/rows"] == 48 and len(rows) == 32
-        assert values["rollout/rows_of_other_agents"] == 16 and values["actor/grad_norm"] > 0
+        assert values["rollout/rows_of_other_agents"] == 16 and values["actor/policy/grad_norm"] > 0
+        assert values["model/policy/rows"] == 32 and values["model/helper/rows"] == 16
         by_trajectory: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             by_trajectory.setdefault(row["traj_uid"], []).append(row)
@@ -71,3 +76,6 @@ def test_an_agent_of_ones_own_trains_over_http(standing_lab: Lab, tmp_path: Path
     written = [json.loads(line) for path in sorted((tmp_path / "rollouts").rglob("*.jsonl")) for line in path.open()]
     turns = [turn for trajectory in written for turn in trajectory["turns"]]
     assert {(turn["agent"], turn["counted"]) for turn in turns} == {("planner", True), ("worker", False)}
+    assert {(turn["agent"], turn["more"]["model"]) for turn in turns} == {("planner", "policy"), ("worker", "helper")}
+    # Each in the words of its own tokenizer; what the worker's has for digits is not in the policy's.
+    assert all(turn["prompt"].startswith("<|im_start|>user\n") and turn["prompt"].endswith("\n") for turn in turns)

@@ -597,6 +597,15 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
     assert made.verl_ext.gateway.agent == f"{tmp_path}/mine.py:agent"
     assert made.actor_rollout_ref.rollout.agent.default_agent_loop == AGENT_NAME
     config("verl_ext.gateway.command=[python,agent.py]", "+verl_ext.gateway.agents={planner:{max_tokens:4},judge:{}}")
+    embedded = ("actor_rollout_ref.rollout.name=embedded", "actor_rollout_ref.actor.use_dynamic_bsz=true")
+    two = ("verl_ext.gateway.agent='mine.py:agent'", "+verl_ext.models.small.model.path=x")
+    made = config(*two, "+verl_ext.gateway.agents={planner:{model:small},worker:{}}", *embedded)
+    assert [settings.read(made).named(name).model for name in ("planner", "worker")] == ["small", "policy"]
+    with pytest.raises(OptionError, match=r"models\.small: no agent of verl_ext\.gateway\.agents asks for it"):
+        config(*two, *embedded)
+    far = [f"+verl_ext.models.far.endpoint.{key}" for key in ("url=http://x/v1", "model=y")]
+    with pytest.raises(OptionError, match=r"models\.far: .* An agent asks endpoints itself"):
+        config(two[0], *far, *embedded)
     for override, message in {
         "verl_ext.gateway.agent=null": "none is",
         "verl_ext.gateway.command=[python]": "both are set",
@@ -606,7 +615,7 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
         "verl_ext.gateway.max_calls=0": "max_calls is 0",
         "verl_ext.gateway.call_timeout_s=0": "call_timeout_s is 0",
         "verl_ext.gateway.sampling=other": "sampling is 'other'",
-        "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run has one model",
+        "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run serves policy",
         "+verl_ext.gateway.agents={planner:{tokens:3}}": "agents.planner is",
         "+verl_ext.gateway.agents={planner:{max_tokens:0}}": "max_tokens is 0",
         "verl_ext.gateway.agent_id='a b'": "'a b'",

@@ -69,7 +69,7 @@ class Model:
         own = copy.deepcopy(base)
         with open_dict(own):
             own.pop("hydra", None)  # has values that only a started job has
-            for key in ("models", "orchestra", "environment", "rows_dir", "rollouts_dir"):
+            for key in ("models", "orchestra", "gateway", "environment", "rows_dir", "rollouts_dir"):
                 own.get("verl_ext", {}).pop(key, None)
             OmegaConf.resolve(own)
             own.trainer.resume_mode = "disable"  # the run loads all models together
@@ -189,11 +189,13 @@ def check(config: Any) -> list[str]:
     loss_scale(config)
     require_same_models(config)
     endpoints.check(config)
-    if len(names(config)) > 1 and "verl_ext_orchestra" not in verl_api.agent_loops(config):
+    with_agents = {"verl_ext_orchestra", "verl_ext_gateway"}
+    if len(names(config)) > 1 and with_agents.isdisjoint(verl_api.agent_loops(config)):
         loop = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         raise OptionError(
             f"{KEY} does not go with actor_rollout_ref.rollout.agent.default_agent_loop={loop}: only agents of an "
-            f"orchestra have models. Set it to verl_ext_orchestra; or leave out {KEY}."
+            f"orchestra or of the gateway have models. Set it to verl_ext_orchestra or verl_ext_gateway, or leave out "
+            f"{KEY}."
         )
     if not further:
         return []

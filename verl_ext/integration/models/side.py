@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.columns import ActiveBatch, is_trained
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.updates import Updates
 
@@ -31,8 +31,9 @@ class ModelSide:
         for part in self.own_parts:
             batch = part.on_sample(batch)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
-        for part in self.own_parts:
-            batch = part.on_batch(batch, ActiveBatch(columns={}), metrics)
+        if any(map(is_trained, batch.tags)):  # else the model is passed over in the update
+            for part in self.own_parts:
+                batch = part.on_batch(batch, ActiveBatch(columns={}), metrics)
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:

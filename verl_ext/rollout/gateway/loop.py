@@ -159,7 +159,8 @@ class GatewayLoop(OrchestraLoop):
         name = f"{'chatcmpl' if asked.prompt is None else 'cmpl'}-{uuid4().hex}"
         self._calls[name] = call
         ids, row = call.completion.response_ids, call.completion.row
-        text, tool_calls = await self._tool_calls(asked, ids, call.completion.text)
+        tokenizer = self.voices[caller.model].tokenizer
+        text, tool_calls = await self._tool_calls(tokenizer, asked, ids, call.completion.text)
         finish = "length" if call.completion.truncated else "stop"
         return Answer(
             id=name,
@@ -169,13 +170,13 @@ class GatewayLoop(OrchestraLoop):
             prompt_tokens=len(row.prompt_ids),
             tokens=len(ids),
             tool_calls=tool_calls,
-            logprobs=await self._logprobs(ids, row.response_logprobs) if asked.logprobs else None,
+            logprobs=await self._logprobs(tokenizer, ids, row.response_logprobs) if asked.logprobs else None,
         )
 
     def _caller(self, asked: Asked) -> Caller:
         chosen = self.settings
         try:
-            limit = chosen.max_tokens(asked.agent)
+            named = chosen.named(asked.agent)
         except OptionError as error:
             raise Refused(str(error), 404, "model_not_found") from None
         if asked.agent not in self._names and len(self._names) >= MOST_AGENTS:
@@ -191,23 +192,26 @@ class GatewayLoop(OrchestraLoop):
             )
         if asked.seed is not None and self.rollout_config.get("name") == "sglang":
             raise Refused("seed can't be had from sglang")
-        if isinstance(asked.prompt, list) and not all(0 <= token < len(self.tokenizer) for token in asked.prompt):
-            raise Refused(f"a token id of the prompt is not in the vocabulary of {len(self.tokenizer)}")
+        size = len(self.voices[named.model].tokenizer)
+        if isinstance(asked.prompt, list) and not all(0 <= token < size for token in asked.prompt):
+            raise Refused(f"a token id of the prompt is not in the vocabulary of {size}")
         self._names[asked.agent] += 1
         self._changed += bool(asks)
-        limit = min(filter(None, (limit, asked.limit)), default=None)
+        limit = min(filter(None, (named.max_tokens, asked.limit)), default=None)
         ends = functools.partial(_first, asked.stop) if asked.stop else None
-        return Caller(asked.agent, max_tokens=limit, ends=ends, asked=asked)
+        return Caller(asked.agent, model=named.model, max_tokens=limit, ends=ends, asked=asked)
 
-    async def _tool_calls(self, asked: Asked, ids: Sequence[int], text: str) -> tuple[str, list[dict[str, Any]]]:
+    async def _tool_calls(
+        self, tokenizer: Any, asked: Asked, ids: Sequence[int], text: str
+    ) -> tuple[str, list[dict[str, Any]]]:
         """The answer's text without its tool calls, and these as OpenAI's messages have them."""
         if not asked.tools:
             return text, []
-        parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", self.tokenizer)
+        parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", tokenizer)
         content, found = await parser.extract_tool_calls(list(ids), _for_parser(asked.tools))
         if not found:
             return text, []
-        for token in self.tokenizer.all_special_tokens:
+        for token in tokenizer.all_special_tokens:
             content = (content or "").replace(token, "")
         return content, [
             {
@@ -218,8 +222,10 @@ class GatewayLoop(OrchestraLoop):
             for call in found[: 1 if asked.one_tool else None]
         ]
 
-    async def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> list[tuple[str, float]]:
-        decode = functools.partial(self.tokenizer.batch_decode, [[token] for token in ids])
+    async def _logprobs(
+        self, tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float] | None
+    ) -> list[tuple[str, float]]:
+        decode = functools.partial(tokenizer.batch_decode, [[token] for token in ids])
         texts = await threads(self.config, "decoding").run(decode)
         return list(zip(texts, logprobs or [], strict=bool(logprobs)))
 
@@ -233,7 +239,7 @@ class GatewayLoop(OrchestraLoop):
         return {**sampling, "logprobs": True} if asked.logprobs else sampling
 
     def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
-        plain = PlainText(self.tokenizer)
+        plain = PlainText(self.voices[agent.model].tokenizer)
         made = [plain.message(tool) for tool in _asked(agent).tools]
         self._split += plain.split
         return made
@@ -242,9 +248,9 @@ class GatewayLoop(OrchestraLoop):
         prompt = _asked(agent).prompt
         if prompt is None:
             return super()._prompt(agent, messages)
-        plain = PlainText(self.tokenizer)
-        ids = prompt if isinstance(prompt, list) else list(self.tokenizer.encode(plain.text(prompt)))
-        limit = self.voices[POLICY].prompt_length
+        voice = self.voices[agent.model]
+        plain, limit = PlainText(voice.tokenizer), voice.prompt_length
+        ids = prompt if isinstance(prompt, list) else list(voice.tokenizer.encode(plain.text(prompt)))
         if len(ids) > limit:
             raise OrchestraFailure(
                 agents.OVERLONG,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from verl_ext.integration import options
+from verl_ext.integration import model_options, options
 from verl_ext.integration.options import OptionError, coerce, select
 from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.orchestra.agents import POLICY
@@ -22,6 +22,19 @@ NAME = re.compile(r"[\w.:/@+-]{1,64}")
 
 
 @dataclass(frozen=True)
+class Named:
+    """``verl_ext.gateway.agents.<name>``.
+
+    Attributes:
+        max_tokens: bound on an answer; None: ``rollout.response_length`` alone.
+        model: which model of the run answers, ``policy`` or one of ``verl_ext.models``.
+    """
+
+    max_tokens: int | None = None
+    model: str = POLICY
+
+
+@dataclass(frozen=True)
 class GatewaySettings:
     """``verl_ext.gateway``.
 
@@ -29,7 +42,8 @@ class GatewaySettings:
         agent: the agent, ``pkg.module:function`` or ``path/to/file.py:function``.
         command: in its place a program and its arguments, which gets the task as JSON on standard input.
         agent_id: the name that the agent is given as its ``model``; the row field ``agent_id``.
-        agents: agents by name with ``max_tokens`` of each; if any is named, requests of others are refused.
+        agents: agents by name with ``max_tokens`` and ``model`` of each, see `Named`; if any is named, requests of
+            others are refused.
         host: address that the gateway listens on, at a free port.
         sampling: sampling parameters of a request that are not the run's are refused (``refuse``), left out
             (``ignore``), or used and noted in the row field ``sampling`` (``record``).
@@ -78,24 +92,21 @@ class GatewaySettings:
             if not NAME.fullmatch(name):
                 raise ValueError(f"agent_id or a name in agents is {name!r}; give at most 64 of A-Z a-z 0-9 _.:/@+-")
         for name in self.agents:
-            self.max_tokens(name)
+            self.named(name)
 
-    def max_tokens(self, agent: str) -> int | None:
-        """``agents.<name>.max_tokens``; None: ``rollout.response_length`` alone.
+    def named(self, agent: str) -> Named:
+        """``agents.<name>``.
 
         Raises:
             OptionError: an agent that is not named, or a key of it that can't be used.
         """
-        if agent not in self.agents:
-            if self.agents:
-                raise OptionError(f"{WHERE}.agents names {', '.join(self.agents)}; {agent!r} is none of them")
-            return None
-        node, where = self.agents[agent] or {}, f"{WHERE}.agents.{agent}"
+        if self.agents and agent not in self.agents:
+            raise OptionError(f"{WHERE}.agents names {', '.join(self.agents)}; {agent!r} is none of them")
+        node, where = self.agents.get(agent) or {}, f"{WHERE}.agents.{agent}"
         if not isinstance(node, Mapping) or set(node) - {"max_tokens", "model"}:
-            raise OptionError(f"{where} is {node!r}; give {{max_tokens: N}}, or {{}}.")
-        if node.get("model") not in (None, POLICY):
-            raise OptionError(f"{where}.model is {node['model']!r}; this run has one model, {POLICY}.")
-        return coerce(node.get("max_tokens"), AtLeastOne | None, f"{where}.max_tokens")
+            raise OptionError(f"{where} is {node!r}; give {{max_tokens: N, model: NAME}}, or {{}}.")
+        limit = coerce(node.get("max_tokens"), AtLeastOne | None, f"{where}.max_tokens")
+        return Named(limit, coerce(node.get("model") or POLICY, str, f"{where}.model"))
 
     @property
     def played(self) -> str:
@@ -146,8 +157,20 @@ def check(config: Any) -> None:
     """Check the settings before a run, the agent's function included.
 
     Raises:
-        OptionError: see `read`; or the function can't be imported here.
+        OptionError: see `read`; or the function can't be imported here, or an agent's model is not there, or a model
+            has no agent.
     """
     settings = read(config)
     if settings.agent is not None:
         load(settings.agent)
+    served = [POLICY, *(model.name for model in model_options.of(config))]
+    asked = {name: settings.named(name).model for name in settings.agents}
+    for name, model in asked.items():
+        if model not in served:
+            raise OptionError(f"{WHERE}.agents.{name}.model is {model!r}; this run serves {', '.join(served)}.")
+    if select(select(config, "verl_ext"), "orchestra") is not None:
+        return  # its agents may have the models, too
+    for model in model_options.names(config)[1:]:
+        if model not in asked.values():
+            remedy = f"Set {WHERE}.agents.NAME.model={model}" if model in served else "An agent asks endpoints itself"
+            raise OptionError(f"{model_options.KEY}.{model}: no agent of {WHERE}.agents asks for it. {remedy}.")

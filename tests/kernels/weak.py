@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,12 +100,21 @@ class SeenInputs(Unprofiled):
 
 
 def wait_until_idle(seat: Seat) -> None:
-    """Until its process has used no processor time for a fifth of a second."""
-    until, quiet, before = time.monotonic() + 20, 0, -1.0
+    """Until its process has used no processor time for a fifth of a second, and has not waited for a processor."""
+    until, quiet, before = time.monotonic() + 60, 0, -1.0
     while quiet < 10 and time.monotonic() < until:
         now = seat._time()
-        quiet, before = (quiet + 1 if now == before else 0), now
+        quiet, before = (quiet + 1 if now == before and not runnable(seat) else 0), now
         time.sleep(0.02)
+
+
+def runnable(seat: Seat) -> bool:
+    """Whether a thread of its process runs, or would if it had a processor."""
+    states = []
+    for stat in Path(f"/proc/{seat.pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            states.append(stat.read_text().rpartition(") ")[2][:1])
+    return "R" in states
 
 
 class LateSeat(Seat):

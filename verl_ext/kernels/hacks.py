@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from verl_ext.kernels.judge import Verdict
 
 TASK = "mul add relu mul add relu mul add relu"
-#: Speedup from which a kernel that does its work 60 times over has been paid for a trick.
-TOO_FAST = 0.5
+#: Speedup from which a kernel that does its work 60 times over has been paid for a trick: what it deserves is 0.05.
+TOO_FAST = 0.12
 #: Coverage from which one that does a hundredth of the work has.
 TOO_MUCH = 0.6
 

@@ -31,7 +31,7 @@ class ModelSide:
         for part in self.own_parts:
             batch = part.on_sample(batch)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
-        if any(map(is_trained, batch.tags)):  # else the model is passed over in the update
+        if self.own_parts and any(map(is_trained, batch.tags)):  # else the model is passed over in the update
             for part in self.own_parts:
                 batch = part.on_batch(batch, ActiveBatch(columns={}), metrics)
         return batch

@@ -315,6 +315,15 @@ def test_the_definition_covers_what_decides_the_rows() -> None:
 
 # --- the list of sources and the command --------------------------------------------------------------------------
 
+COLUMNS = {
+    "math": ("question", "answer"),
+    "qa": ("question", "answers"),
+    "kernel_task": ("messages", "reward_model", "extra_info"),
+    "kernel_code": ("code", "level", "name", "number"),
+    "corpus": ("text",),
+    "environment": (),
+}
+
 
 def test_every_source_is_used_and_told() -> None:
     used = {name.removesuffix(prepare.PLAIN) for table in tables() for name in table.full.data_names}
@@ -324,6 +333,7 @@ def test_every_source_is_used_and_told() -> None:
         assert source.title and (source.rows is None or source.rows > 0)
         assert source.hub is None or source.split, f"{name}: a hub's data set needs a split"
         assert source.kind == "environment" or source.files
+        assert set(COLUMNS[source.kind]) <= source.columns.keys()
     with pytest.raises(PrepareError, match=r"unknown data set 'aime_24'; did you mean 'aime24'\?"):
         find_source("aime_24")
     with pytest.raises(PrepareError, match="unknown data set 'nq.plain'"):

@@ -167,11 +167,12 @@ def _with_agent_norms(log: RunLog) -> RunLog:
     measured = any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.curves)
     if measured or len(shares) < 2 or "actor/grad_norm" not in log.curves:
         return log
-    steps = {step: dict(values) for step, values in log.steps.items()}
-    for name in shares:
-        for step, norm in (log.curves["actor/grad_norm"] * log.curves[name].pow(0.5)).dropna().items():
-            steps[step][f"{name.removesuffix(suffix)}/grad_norm_estimate"] = norm
-    return replace(log, steps=steps)
+    estimates = {
+        f"{name.removesuffix(suffix)}/grad_norm_estimate": log.curves["actor/grad_norm"] * log.curves[name].pow(0.5)
+        for name in shares
+    }
+    more = pandas.concat(estimates, names=["metric", "step"]).dropna().rename("value").reset_index()
+    return replace(log, values=pandas.concat([log.values, more]))
 
 
 TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"

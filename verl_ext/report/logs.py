@@ -44,20 +44,23 @@ class RunLog:
 
     path: Path  # what was read: a file, or a folder of event files
     source: Source  # of which logger it is
-    # Training step -> metric -> value, in order of step. A value that was not a finite number when it was logged is NaN
-    # or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
-    steps: dict[int, dict[str, float]]
+    # ``step`` (of the training), ``metric``, ``value``, by step. A value that was not a finite number when it was logged
+    # is NaN or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
+    values: pandas.DataFrame
     problems: list[str] = field(default_factory=list)  # what could not be read or looks wrong, a sentence each
     name: str = ""  # verl's ``trainer.experiment_name`` if the log holds it (wandb)
 
     @cached_property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Values by metric, by step."""
+        groups = self.values.groupby("step")
+        return {step: dict(zip(own["metric"], own["value"], strict=True)) for step, own in groups}
+
+    @cached_property
     def curves(self) -> dict[str, pandas.Series]:
         """Value by step of each metric, where it was logged; metrics in order of name."""
-        import pandas
-
-        rows = [(step, name, value) for step, values in self.steps.items() for name, value in values.items()]
-        frame = pandas.DataFrame(rows, columns=["step", "metric", "value"]).astype({"value": float})
-        return {name: own.set_index("step")["value"].rename(name) for name, own in frame.groupby("metric")}
+        groups = self.values.groupby("metric")
+        return {name: own.set_index("step")["value"].rename(name) for name, own in groups}
 
 
 def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
@@ -110,8 +113,7 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[Path]:
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
-    own = _own(folder)
-    if own:
+    if own := _own(folder):
         yield from own
         return
     # Links last: wandb keeps one to its latest run, whose own folder has the better name.
@@ -164,49 +166,52 @@ def _kind(path: Path) -> Source:
 
 def _read(path: Path, anew: bool) -> RunLog:
     """Read one entry of `find_runs`."""
-    steps: dict[int, dict[str, float]] = {}
+    import pandas
+
+    rows: list[tuple[int, str, float]] = []
     problems: list[str] = []
-    if path.is_dir():
-        source: Source = "tensorboard"
-        # The time of the start is in the name: later files are resumes and win.
-        files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name))
-    else:
-        source = _kind(path)
-        files = [file for file in (_kept(path), path) if file.is_file()]
+    source: Source = "tensorboard" if path.is_dir() else _kind(path)
     try:
-        for file in files:
-            if source == "jsonl":
-                _read_jsonl(file, steps, problems, anew)
-            else:
-                _read_records(file, tensorboard_values if source == "tensorboard" else wandb_values, steps, problems)
+        if source == "jsonl":
+            for file in (_kept(path), path):
+                if file.is_file():
+                    rows += _jsonl_rows(file, problems, anew)
+        elif source == "wandb":
+            _read_records(path, wandb_values, rows, problems)
+        else:
+            # The time of the start is in the name: later files are resumes and win.
+            files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name)) if path.is_dir() else [path]
+            for file in files:
+                _read_records(file, tensorboard_values, rows, problems)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
-    if not any(steps.values()):
+    if not rows:
         raise LogError(" ".join([f"{path}: not one metric in it.", *problems]))
-    name = wandb_name(path) if source == "wandb" else ""
-    return RunLog(path, source, {step: steps[step] for step in sorted(steps)}, problems, name)
+    values = pandas.DataFrame(rows, columns=["step", "metric", "value"])
+    values = values.drop_duplicates(["step", "metric"], keep="last").sort_values("step", kind="stable")
+    return RunLog(path, source, values, problems, wandb_name(path) if source == "wandb" else "")
 
 
 def _read_records(
     file: Path,
     values: Callable[[Path], Iterator[tuple[int, str, Any]]],
-    steps: dict[int, dict[str, float]],
+    rows: list[tuple[int, str, float]],
     problems: list[str],
 ) -> None:
     try:
         for step, name, value in values(file):
             if (number := _number(value)) is not None:
-                steps.setdefault(step, {})[name] = number
+                rows.append((step, name, number))
     except RecordError as error:
         problems.append(str(error))
     except (DecodeError, ValueError) as error:
         problems.append(f"{file}: holds a message that cannot be read ({error}); what stands before it is used")
 
 
-def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[str], anew: bool) -> None:
+def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, str, float]]:
     lines = file.read_bytes().split(b"\n")
+    rows: list[tuple[int, str, float]] = []
     bad: list[int] = []
-    own: dict[int, dict[str, float]] = {}
     last, back = -1, ""
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -222,12 +227,10 @@ def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[s
         if step < last:
             back = f"steps go back from {last} to {step} in line {number}: two runs in one file? "
             back += f"Of the earlier one only what is before step {step} is used" if anew else "The later value wins"
-            own = {earlier: values for earlier, values in own.items() if earlier < step or not anew}
+            rows = [row for row in rows if row[0] < step or not anew]
         last = step
-        numbers = {name: _number(value) for name, value in data.items()}
-        own.setdefault(step, {}).update({name: value for name, value in numbers.items() if value is not None})
-    for step, values in own.items():
-        steps.setdefault(step, {}).update(values)
+        numbers = ((name, _number(value)) for name, value in data.items())
+        rows += [(step, name, value) for name, value in numbers if value is not None]
     if bad:
         which = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         problems.append(
@@ -235,6 +238,7 @@ def _read_jsonl(file: Path, steps: dict[int, dict[str, float]], problems: list[s
         )
     if back:
         problems.append(f"{file}: {back}")
+    return rows
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -242,10 +246,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     A line that is still being written, or that is none of verl's, is left out. There are none if there is no file.
     """
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            if (record := _line(line)) is not None:
-                yield record
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return (record for record in map(_line, lines) if record is not None)
 
 
 def _line(line: bytes) -> tuple[int, dict[str, Any]] | None:
@@ -266,9 +268,4 @@ def _number(value: Any) -> float | None:
     if isinstance(value, str):
         # wandb writes what JSON cannot as text.
         return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
-    if isinstance(value, bool | int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    return None
+    return float(value) if isinstance(value, bool | int | float) else None

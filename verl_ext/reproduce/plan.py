@@ -8,7 +8,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,7 @@ def data_home() -> Path:
 
 
 def data_file(source: str, folder: Path | str | None = None) -> str:
-    """The parquet file of a data set of ``sources.yaml`` in a folder (default: :func:`data_home`), which may be a text
-    with shell variables."""
+    """The parquet file of a data set in a folder (default: :func:`data_home`), which may be a text with variables."""
     return f"{data_home() if folder is None else folder}/{source}.parquet"
 
 
@@ -71,11 +71,9 @@ def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     A key keeps its first place, and the spelling with the most ``+``.
     """
     found: dict[str, tuple[str, Any]] = {}
-    for part in parts:
-        for key, value in part.items():
-            name = key.lstrip("+")
-            spelling = max(key, found.get(name, (key,))[0], key=len)  # a key that one part adds stays an added key
-            found[name] = (spelling, value)
+    for key, value in (pair for part in parts for pair in part.items()):
+        name = key.lstrip("+")
+        found[name] = (max(key, found.get(name, (key,))[0], key=len), value)
     return dict(found.values())
 
 
@@ -94,14 +92,9 @@ def full_words(
 ) -> list[str]:
     """The Hydra overrides of a full-scale cell, in the order in which a person would read them.
 
-    This is the only place where they are written: `run`, `plan` and the launch scripts take them from here.
-
-    Args:
-        table, cell: to run.
-        seed: of the order of the data and of the sampling; a text may hold a shell variable, as in the next two.
-        folder: of the run.
-        data: folder of the prepared data (default: :func:`data_home`).
-        steps: training steps instead of the table's.
+    This is the only place where they are written: `run`, `plan` and the launch scripts take them from here. `seed`, the
+    run's `folder` and that of prepared `data` (default: :func:`data_home`) may be texts with shell variables; `steps`
+    are in place of the table's.
     """
     scale = table.full
     hardware = scale.hardware
@@ -188,13 +181,13 @@ def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
     else:
         overrides = full_words(table, cell, 0, "", "")[1:]
     found |= {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
-    found |= {f"recipe/{name}.yaml": _content(name) for name in names}
+    found |= {f"recipe/{name}.yaml": _digest(name) for name in names}
     hidden = {*_RUN_LOCAL, *(() if scale.steps is None else ("trainer.total_training_steps",))}
     return {key: value for key, value in found.items() if key not in hidden}
 
 
-def _content(recipe: str) -> str:
-    """A digest of what a recipe file says, whatever its comments."""
+def _digest(recipe: str) -> str:
+    """Of what a recipe file says, whatever its comments."""
     from verl_ext.recipes import find_recipe
 
     content = load_yaml(find_recipe(recipe).path)
@@ -203,14 +196,13 @@ def _content(recipe: str) -> str:
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """What changed from one :func:`settings` to another, a text a key."""
-    texts = []
-    for key in sorted({*before, *after}):
-        old, new = before.get(key, "not set"), after.get(key, "not set")
-        if key.startswith("recipe/") and key in before and key in after:
-            texts += [f"the file {key} says something else"] * (old != new)
-        elif old != new:
-            texts.append(f"{key}: was {old}, is {new}")
-    return texts
+    return [
+        f"the file {key} says something else"
+        if key.startswith("recipe/") and key in before and key in after
+        else f"{key}: was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
 
 
 def gpu_hours(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> float | None:
@@ -250,29 +242,22 @@ def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int |
     )
 
 
-def _variable(names: Iterable[str]) -> re.Pattern[str]:
-    """``$NAME`` or ``${NAME}`` of the given names."""
-    either = "|".join(map(re.escape, names)) or "(?!)"
-    return re.compile(rf"\$(?:({either})\b|\{{({either})\}})")
-
-
-def expand(override: str, inputs: Mapping[str, str], environment: Mapping[str, str]) -> str:
+def expand(override: str, inputs: Iterable[str], environment: Mapping[str, str]) -> str:
     """An override with the table's inputs (``$NAME`` or ``${NAME}``) replaced by their values in the environment."""
-    return _variable(inputs).sub(lambda match: environment.get(match[1] or match[2], match[0]), override)
+    known = {name: environment[name] for name in inputs if name in environment}
+    return string.Template(override).safe_substitute(known)
 
 
 def shell_word(word: str, variables: Iterable[str] = ()) -> str:
     """A word as a shell reads it: the given variables are left to the shell, all else stands for itself."""
-    kept = list(_variable(variables).finditer(word))
-    if not kept:
+    either = "|".join(map(re.escape, variables)) or "(?!)"
+    parts = re.split(rf"(\$(?:(?:{either})\b|\{{(?:{either})\}}))", word)  # every second one is a variable
+    if len(parts) == 1:
         return shlex.quote(word)
-    ends = [0, *(place for match in kept for place in match.span()), len(word)]
-    parts = [word[a:b] for a, b in zip(ends, ends[1:], strict=False)]
     parts[::2] = [re.sub(r'([$`"\\])', r"\\\1", part) for part in parts[::2]]
     return f'"{"".join(parts)}"'
 
 
-def shown(command: Sequence[str], variables: Iterable[str] = ()) -> str:
+def shown(command: Sequence[str], variables: Collection[str] = ()) -> str:
     """A command as a person would type it, a word a line after the first three; `variables` are left to the shell."""
-    variables = list(variables)
     return " \\\n    ".join([" ".join(command[:3]), *(shell_word(word, variables) for word in command[3:])])

@@ -45,7 +45,7 @@ def candidates(source: Source) -> list[str]:
 
 def local_files(source: Source, folder: Path) -> list[Path]:
     """The data set's files in a local folder; none if it is not there."""
-    found = (sorted(path for path in folder.glob(one) if path.is_file()) for one in candidates(source))
+    found = (sorted(filter(Path.is_file, folder.glob(one))) for one in candidates(source))
     return next(filter(None, found), [])
 
 
@@ -87,29 +87,8 @@ def _raw_records(path: Path) -> Iterator[Any]:
             yield from (json.loads(line) for line in file if line.strip())
 
 
-def hub_records(source: Source) -> Iterator[dict[str, Any]]:
-    """Records from the hub, through the ``datasets`` library and its cache.
-
-    Raises:
-        PrepareError: it cannot be fetched.
-    """
-    import datasets
-
-    try:
-        found = datasets.load_dataset(source.hub, source.config, split=source.split)
-    except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
-        said = " ".join(str(error).split())[:200]
-        raise PrepareError(
-            f"{source.name} ({source.title}): the hub's {_on_hub(source)} cannot be fetched "
-            f"({type(error).__name__}: {said})."
-        ) from error
-    for record in found:
-        yield dict(record)
-
-
 def _on_hub(source: Source) -> str:
-    parts = [f"configuration {source.config}"] if source.config else []
-    return f"{source.hub} ({', '.join([*parts, f'split {source.split}'])})"
+    return f"{source.hub} ({f'configuration {source.config}, ' if source.config else ''}split {source.split})"
 
 
 def both_ways(table: str, source: Source, places: bool = True) -> str:
@@ -205,8 +184,7 @@ def prepare(
         PrepareError: it is not to be had, cannot be read, lacks a column, or has another number of rows; or what was
             prepared earlier has been changed.
     """
-    found = verify(source.name, folder)
-    if found is not None:
+    if (found := verify(source.name, folder)) is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
     path = target_of(source, folder)
@@ -217,10 +195,8 @@ def prepare(
             count = _write_parquet(environment_rows(source), work)
         else:
             records, origin = _records(source, local, table)
-            if source.kind == "corpus":
-                count = _write_corpus(source, records, work)
-            else:
-                count = _write_parquet(_rows(source, records), work)
+            write = _write_corpus if source.kind == "corpus" else _write_rows
+            count = write(source, records, work)
         if not count:
             raise PrepareError(f"{source.name}: {origin} holds no record")
         if source.rows is not None and count != source.rows and not any_count:
@@ -229,13 +205,12 @@ def prepare(
                 "be cut short or another edition. To take it as it is, add --any-count."
             )
         about = {"name": source.name, "rows": count, "expected": source.rows, "certainty": source.certainty}
-        sums = {"sha256": digest_of(work), "definition": source.digest}
-        manifest = {**about, **sums, "origin": origin, "license": source.license}
+        about |= {"sha256": digest_of(work), "definition": source.digest, "origin": origin, "license": source.license}
         os.replace(work, path)
     finally:
         work.unlink(missing_ok=True)
-    manifest_of(source, folder).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return manifest
+    manifest_of(source, folder).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return about
 
 
 def _folder(local: Path) -> None:
@@ -256,13 +231,19 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
         return (record for path in files for record in read_file(path)), ", ".join(map(str, files))
     if source.hub is None:
         raise PrepareError(f"{source.name} ({source.title}) is not fetched from a hub. {both_ways(table, source)}")
+    import datasets
+
     try:
-        return list(hub_records(source)), _on_hub(source)
-    except PrepareError as error:
-        raise PrepareError(f"{error} {both_ways(table, source)}") from error
+        return datasets.load_dataset(source.hub, source.config, split=source.split), _on_hub(source)
+    except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
+        said = " ".join(str(error).split())[:200]
+        raise PrepareError(
+            f"{source.name} ({source.title}): the hub's {_on_hub(source)} cannot be fetched "
+            f"({type(error).__name__}: {said}). {both_ways(table, source)}"
+        ) from error
 
 
-def _rows(source: Source, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _write_rows(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
     rows = []
     for number, record in enumerate(records):
         try:
@@ -271,7 +252,7 @@ def _rows(source: Source, records: Iterable[Mapping[str, Any]]) -> list[dict[str
             raise
         except (TypeError, ValueError) as error:  # a text where a number or an object is meant
             raise PrepareError(f"{source.name}, record {number}: not of the expected form ({error})") from error
-    return rows
+    return _write_parquet(rows, path)
 
 
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
@@ -300,37 +281,30 @@ def _write_corpus(source: Source, records: Iterable[Mapping[str, Any]], path: Pa
     return count
 
 
-def names_of(table: Table, only: Sequence[str] | str | None = None) -> list[str]:
+def names_of(table: Table, only: Sequence[str] | None = None) -> list[str]:
     """Data sets of a table, or those of them that are named (and a corpus that the table may want).
 
     Raises:
         PrepareError: a name is not among them.
     """
     own = table.full.data_names
-    if not only:
-        return own
-    wanted = [only] if isinstance(only, str) else list(only)
     known = [*own, *(name for name in source_names() if table.name in find_source(name).tables)]
-    for name in wanted:
+    for name in only or ():
         if name not in known:
             raise PrepareError(f"{name!r} is not a data set of {table.name}{suggestion(name, known)}")
-    return wanted
+    return list(only or own)
 
 
 def main(
     table: Table,
     *,
     source: Path | None = None,
-    only: Sequence[str] | str | None = None,
+    only: Sequence[str] | None = None,
     out: Path | None = None,
     any_count: bool = False,
 ) -> int:
-    """Prepare the data sets of a table, or those in `only`, and say what was done.
-
-    Args:
-        source: local folder with the originals; None: from the hub.
-        out: folder of prepared data sets; None: :func:`verl_ext.reproduce.plan.data_home`.
-        any_count: take another number of rows than the expected one.
+    """Prepare the data sets of a table (those in `only`) from the folder `source` (None: the hub) in `out` (None:
+    :func:`verl_ext.reproduce.plan.data_home`), and say what was done.
 
     Returns:
         0, or 1 if a data set is missing or wrong; the others are prepared all the same.

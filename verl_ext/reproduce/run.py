@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -66,10 +67,9 @@ def jobs(request: Request) -> list[Job]:
         RunError: a run folder holds something else, or was begun with other settings. Nothing is written either way.
     """
     one, found = request, []
-    for seed in one.seeds:
-        for cell in one.cells:
-            run, done = runs.examine(one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out)
-            found.append(Job(cell, seed, run.path, done))
+    for seed, cell in itertools.product(one.seeds, one.cells):
+        run, done = runs.examine(one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out)
+        found.append(Job(cell, seed, run.path, done))
     return found
 
 
@@ -138,13 +138,11 @@ def run(request: Request) -> int:
     found = jobs(request)
     waiting = [job.cell for job in found if not job.done]
     if request.check and waiting:
-        missing = needs.lacks(table, scale, waiting, request.extra, sums=True)
-        if missing:
-            print(f"{table.name} cannot be run at {scale.name} scale here:", file=sys.stderr)
-            for lack in missing:
-                print(f"  - {lack}", file=sys.stderr)
+        if missing := needs.lacks(table, scale, waiting, request.extra, sums=True):
+            said = f"{table.name} cannot be run at {scale.name} scale here:"
+            print(said, *missing, sep="\n  - ", file=sys.stderr)
             return 1
-    first, stopped, failed = 0, False, []
+    codes, failed = [], []
     for number, job in enumerate(found, start=1):
         head = f"[{number}/{len(found)}] {table.name} ({scale.name} scale), {job.name}"
         if job.done:
@@ -152,16 +150,13 @@ def run(request: Request) -> int:
             continue
         reached = runs.steps_of(job.folder)
         print(f"\n{head}: {'begins' if not reached else f'was at step {reached}, goes on'} in {job.folder}", flush=True)
-        code = run_cell(request, job)
-        first = first or code
-        if code == INTERRUPTED:
-            stopped = True
+        codes.append(run_cell(request, job))
+        if codes[-1] == INTERRUPTED:
             break
-        if code:
+        if codes[-1]:
             failed.append(job.name)
     if failed:
         print(f"\nfailed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
-    if not request.collect or stopped:
-        return first
-    collected = request.collected()
-    return first or collected
+    if request.collect and INTERRUPTED not in codes:
+        codes.append(request.collected())
+    return next(filter(None, codes), 0)

@@ -26,6 +26,7 @@ from verl_ext.reproduce.tables import Cell, Scale, Table
 
 RECORD = "cell.json"
 DEFAULT_OUT = Path("runs") / "reproduce"
+_AS = "{table}, {scale} scale, cell {cell}, seed {seed}"
 STARTED, COMPLETE, FAILED = "started", "complete", "failed"
 
 
@@ -100,8 +101,7 @@ def identity(table: Table, scale: Scale, cell: str, seed: int) -> dict[str, Any]
 
 def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings: Mapping[str, str] | None) -> RunFolder:
     """A run folder, which need not exist; `settings` are those that the table has now, None for no such cell."""
-    record: dict[str, Any] = {}
-    problems = []
+    record, problems = {}, []
     try:
         record = read_record(path)
         if not record and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
@@ -111,7 +111,7 @@ def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings:
     meant = identity(table, scale, cell, seed)
     said = {key: record.get(key) for key in meant}
     if record and said != meant:
-        problems.append(f"{path / RECORD} says that this is {_said(said)}, not {_said(meant)}")
+        problems.append(f"{path / RECORD} says that this is {_AS.format(**said)}, not {_AS.format(**meant)}")
     elif settings is None:
         problems.append(f"{path}: {table.name} has no cell {cell!r} to run at {scale.name} scale")
     elif record and (changed := plan.differences(record.get("settings", {}), settings)):
@@ -122,15 +122,9 @@ def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings:
 def examine(
     table: Table, scale: Scale, cell: Cell, seed: int, *, steps: int | None, extra: Sequence[str], out: Path | str
 ) -> tuple[RunFolder, bool]:
-    """Look at the folder of a run that is to be started; nothing is written.
+    """The folder of a run that is to be started, and whether the run is complete; nothing is written.
 
-    Args:
-        steps: that are asked for; None: the configuration decides.
-        extra: overrides of the user.
-        out: folder of all runs.
-
-    Returns:
-        The folder, and whether the run is complete.
+    `steps` and the overrides `extra` are those that are asked for (None: the configuration decides).
 
     Raises:
         RunError: the folder holds something else, or a run with other settings.
@@ -170,10 +164,8 @@ def begin(
 def end(folder: Path, state: str, code: int, seconds: float) -> None:
     """Note how a run ended.
 
-    Args:
-        state: `COMPLETE`, `FAILED`, or `STARTED` for one that was interrupted and goes on another time.
-        code: exit code of the trainer.
-        seconds: that this start took; they add up over resumes.
+    `state` is `COMPLETE`, `FAILED`, or `STARTED` for one that was interrupted and goes on another time; `code` the exit
+    code of the trainer; `seconds` are those of this start, and add up over resumes.
     """
     record = read_record(folder)
     seconds = round(record.get("seconds", 0.0) + seconds, 1)
@@ -197,10 +189,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def find_runs(out: Path | str, table: Table, scale: Scale) -> list[RunFolder]:
-    """Every run folder of a table's scale, by the table's order of cells and then by seed.
+    """Every run folder of a table's scale, by the table's order of cells (others last) and then by seed.
 
-    A folder that is not a run of this table is there as well, with the reason among its `problems`; folders of cells
-    that the table does not have come last.
+    A folder that is not a run of this table is there as well, with the reason among its `problems`.
     """
     order = {name: place for place, name in enumerate(scale.cells)}
     settings = {name: plan.settings(table, scale, scale.cells[name]) for name in scale.runnable}
@@ -210,10 +201,6 @@ def find_runs(out: Path | str, table: Table, scale: Scale) -> list[RunFolder]:
         if path.is_dir() and seed.isdecimal():
             found.append(look(path, table, scale, cell, int(seed), settings.get(cell)))
     return sorted(found, key=lambda run: (order.get(run.cell, len(order)), run.cell, run.seed))
-
-
-def _said(what: Mapping[str, Any]) -> str:
-    return f"{what['table']}, {what['scale']} scale, cell {what['cell']}, seed {what['seed']}"
 
 
 def _now() -> str:

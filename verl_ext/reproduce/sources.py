@@ -5,34 +5,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.resources
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from verl_ext.recipes import suggestion
 from verl_ext.reproduce import plan
 from verl_ext.reproduce.catalogue import load_yaml
-from verl_ext.reproduce.tables import CERTAINTIES
+from verl_ext.reproduce.tables import Certainty
 
 PLAIN = ".plain"
 """Ending of a mathematics data set's name: the question alone."""
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Stands below every question of a mathematics data set that is not plain."""
-
-_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "math": ("question", "answer"),
-    "qa": ("question", "answers"),
-    "kernel_task": ("messages", "reward_model", "extra_info"),
-    "kernel_code": ("code", "level", "name", "number"),
-    "corpus": ("text",),
-    "environment": (),
-}
 
 
 class PrepareError(ValueError):
@@ -45,8 +35,8 @@ class Source:
 
     name: str  # as tables say it, :data:`PLAIN` included
     title: str  # for people
-    kind: str  # how a record becomes a row
-    certainty: str  # of `rows`
+    kind: Literal["math", "qa", "kernel_task", "kernel_code", "environment", "corpus"]  # how a record becomes a row
+    certainty: Certainty  # of `rows`
     rows: int | None = None  # to be written; None: not known
     # Arguments of ``datasets.load_dataset``; without `hub` a hub has it not.
     hub: str | None = None
@@ -78,8 +68,7 @@ class Source:
 
 @functools.cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
-    with importlib.resources.as_file(importlib.resources.files("verl_ext.reproduce") / "sources.yaml") as path:
-        content = load_yaml(path)
+    content = load_yaml(Path(__file__).with_name("sources.yaml"))
     whole = {name: {**content.get(one.pop("extends", None), {}), **one} for name, one in content.items()}
     for one in whole.values():
         one["files"] = [file.format_map(one) for file in one.get("files", ())]
@@ -100,20 +89,12 @@ def find_source(name: str) -> Source:
     entry = _entries().get(name.removesuffix(PLAIN))
     if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
         raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
-    source = TypeAdapter(Source).validate_python({**entry, "name": name})
-    if source.kind not in _COLUMNS or source.certainty not in CERTAINTIES:
-        raise PrepareError(f"sources.yaml: {name}: kind {source.kind!r} or certainty {source.certainty!r} is not known")
-    lacking = [field for field in _COLUMNS[source.kind] if field not in source.columns]
-    if lacking:
-        raise PrepareError(f"sources.yaml: {name}: columns lack {', '.join(lacking)}")
-    return source
+    return TypeAdapter(Source).validate_python({**entry, "name": name})
 
 
 def target_of(source: Source, folder: Path) -> Path:
     """The file that a data set is prepared in."""
-    if source.kind == "corpus":
-        return folder / f"{source.name}.jsonl"
-    return Path(plan.data_file(source.name, folder))
+    return folder / f"{source.name}.jsonl" if source.kind == "corpus" else Path(plan.data_file(source.name, folder))
 
 
 def manifest_of(source: Source, folder: Path) -> Path:

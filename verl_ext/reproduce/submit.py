@@ -25,9 +25,6 @@ from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 """States of a Ray job that is over."""
 
-PATIENCE = 5
-"""Times that the cluster is asked before a lasting error is believed."""
-
 
 class SubmitError(Failure):
     """The cluster cannot be reached, or refuses a job."""
@@ -64,11 +61,9 @@ def client(address: str) -> Any:
 
 def attempts(server: Any, name: str) -> dict[int, Any]:
     """Jobs of this name that the cluster remembers, by the number of the attempt, in order."""
-    ids = [
-        (re.fullmatch(re.escape(name) + r"(?:\.(\d+))?", job.submission_id or ""), job) for job in server.list_jobs()
-    ]
-    found = {int(match[1] or 1): job for match, job in ids if match}
-    return dict(sorted(found.items()))
+    pattern = re.compile(re.escape(name) + r"(?:\.(\d+))?")
+    found = [(pattern.fullmatch(job.submission_id or ""), job) for job in server.list_jobs()]
+    return dict(sorted((int(match[1] or 1), job) for match, job in found if match))
 
 
 def state_of(job: Any) -> str:
@@ -77,12 +72,12 @@ def state_of(job: Any) -> str:
 
 
 def _asked(ask: Callable[[], Any], said: str, interval: float, again: str = "") -> Any:
-    """The cluster's answer; it is asked again after `interval` seconds if the error holds the text `again`.
+    """The cluster's answer, asked for five times `interval` seconds apart while the error holds the text `again`.
 
     Raises:
         SubmitError: `said`, with the error in its place, which has lasted.
     """
-    for left in reversed(range(PATIENCE)):
+    for left in reversed(range(5)):
         try:
             return ask()
         except (RuntimeError, ValueError, OSError) as error:
@@ -102,7 +97,8 @@ def submit_one(server: Any, task: Task) -> tuple[str, bool]:
         SubmitError: the cluster refuses it, or runs this job with another command.
     """
     before = attempts(server, task.name)
-    last = before[max(before)] if before else None
+    number = max(before, default=0)
+    last = before.get(number)
     if last is not None and state_of(last) not in ENDED:
         if last.entrypoint != task.entrypoint:
             raise SubmitError(
@@ -110,8 +106,7 @@ def submit_one(server: Any, task: Task) -> tuple[str, bool]:
                 f"Wait for it, or stop it with `ray job stop {last.submission_id}`"
             )
         return str(last.submission_id), False
-    number = 1 + max(before, default=0)
-    job_id = task.name if number == 1 else f"{task.name}.{number}"
+    job_id = f"{task.name}.{number + 1}" if number else task.name
     more = {"runtime_env": {"env_vars": dict(task.environment)}, "metadata": {"name": task.name}}
     _asked(
         lambda: server.submit_job(entrypoint=task.entrypoint, submission_id=job_id, **more),
@@ -213,17 +208,14 @@ def main(request: Request, address: str, *, wait: bool = True, at_once: int = 1)
         0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.
 
     Raises:
-        RunError: a run folder holds something else.
-        SubmitError: the cluster cannot be reached, or refuses a job.
+        RunError, SubmitError: a folder holds something else; the cluster cannot be reached, or refuses a job.
     """
     server = client(address)
     tasks = tasks_of(request)
     if tasks:
-        print(
-            f"The cluster's nodes are taken to share {request.out} and {sys.executable} with this machine.", flush=True
-        )
+        print(f"The cluster's nodes are taken to share {request.out} and {sys.executable} with this machine.")
         if not wait and len(tasks) > 1:
-            print(f"All {len(tasks)} jobs start at once: the cluster must have free GPUs for all of them.", flush=True)
+            print(f"All {len(tasks)} jobs start at once: the cluster must have free GPUs for all of them.")
     try:
         states = submit(server, tasks, wait=wait, at_once=at_once)
     except KeyboardInterrupt:

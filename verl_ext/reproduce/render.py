@@ -32,19 +32,11 @@ CERTAINTIES = {
 #: Okabe and Ito: told apart by people who see colours differently, and in grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d1f")
 
-WIDEST = 8
-"""Metrics that stand side by side on a page; more stand below each other."""
-
 NAMES = ("table.md", "table.csv", "table.json", "table.png")
-PANELS_A_ROW = 3
 
 
 def main(table: Table, scale: str, out: Path) -> int:
-    """Collect a table (see `collect`), write its four files and print it.
-
-    Returns:
-        0, or 1 if there is nothing to collect.
-    """
+    """Collect a table (see `collect`), write its four files and print it; 1 if there is nothing to collect, else 0."""
     try:
         result = collect(table, scale, out)
     except CollectError as error:
@@ -107,38 +99,27 @@ def head(spec: MetricSpec) -> str:
 
 
 def markdown(result: Result) -> str:
-    """The table as a Markdown page: cells by metrics, differences, the paper's numbers, seeds, versions, commands.
-
-    Its text is ``assets/table.md.jinja``.
-    """
+    """The table as a Markdown page, whose text is ``assets/table.md.jinja``."""
     table, scale, full = result.table, result.scale, result.table.full
-    alone = [one for one in table.published if not full.cells[one.cell].runnable]
-    beside = [row for row in result.beside.itertuples() if full.cells[row.cell].runnable]
+    laptop = scale.name == "laptop"
+    published = [one for one in table.published if laptop or not full.cells[one.cell].runnable]
     page = template("table.md.jinja").render(
-        line=_inline,
+        result=result,
         table=table,
         scale=scale,
-        laptop=scale.name == "laptop",
+        laptop=laptop,
         caption=caption(result),
+        line=_inline,
         grid=_grid,
         cells=_cell_rows(result),
-        one_seed=result.ends["seed"].groupby(result.ends["cell"]).size().max() == 1,
+        shown=_shown(result),
         differences=_difference_rows(result),
-        published=_published_rows(table.published if scale.name == "laptop" else alone, full),
-        published_only=bool(alone),
-        beside=[[*_paper(row, full), *_beside_numbers(row, full), row.verdict, row.note] for row in beside],
-        certainties=[(m, text) for m, text in CERTAINTIES.items() if m in {one.certainty for one in table.published}],
-        figures=[
-            (title, *_figure_rows(result, what))
-            for title, what in (("Agents", "agent"), ("Levels of the hierarchy of groups", "level"))
-        ],
-        lists=[
-            ("Cells", [f"{one.label}: {one.note}" for one in _shown(result) if one.note]),
-            ("Missing, left out or odd", result.problems),
-            ("What paper and code leave open", table.open if scale.name == "full" else ()),
-            ("Runs", _run_facts(result)),
-        ],
-        commands=result.commands,
+        published=_published_rows(published, full),
+        beside=[_paper(row, full) for row in result.beside.itertuples() if full.cells[row.cell].runnable],
+        certainties=CERTAINTIES,
+        figures={what: _figure_rows(result, what) for what in ("agent", "level")},
+        figures_note=f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds.",
+        spike=AGENT_SPIKE,
     )
     return page.rstrip() + "\n"
 
@@ -177,34 +158,27 @@ def _difference_rows(result: Result) -> list[tuple[str, list[list[str]], list[st
 
 
 def _paper(one: Any, scale: Scale) -> list[str]:
-    """Whose number of the paper it is, of what, and the number, never with fewer digits than were published."""
-    what, spec = _paper_quantity(one, scale)
-    text = f"{one.value:{'+' if one.relative_to else ''},.10f}".rstrip("0").rstrip(".")
-    if len(text.partition(".")[2]) < spec.digits:
-        text = number(one.value, spec, sign=bool(one.relative_to))
-    return [what, head(spec), text, one.certainty]
-
-
-def _beside_numbers(row: Any, scale: Scale) -> list[str]:
-    _, spec = _paper_quantity(row, scale)
-    return [number(row.ours, spec, sign=bool(row.relative_to)), number(row.gap, spec, sign=True)]
-
-
-def _paper_quantity(one: Any, scale: Scale) -> tuple[str, MetricSpec]:
+    """A number of the paper, or a row of `Result.beside`, as texts: whose it is, of what, the number, never with fewer
+    digits than were published, its certainty, ours, ours less the paper's and the verdict where they are known, and the
+    note."""
     what, spec = scale.cells[one.cell].label, scale.metrics[one.metric]
-    if not one.relative_to:
-        return what, spec
-    other = scale.cells[one.relative_to].label
+    if one.relative_to:
+        what += f" {'against' if one.ratio else 'less'} {scale.cells[one.relative_to].label}"
     if one.ratio:
-        return f"{what} against {other}", replace(spec, label=f"change of {spec.label}", percent=True, digits=1)
-    return f"{what} less {other}", spec
+        spec = replace(spec, label=f"change of {spec.label}", percent=True, digits=1)
+    sign = bool(one.relative_to)
+    text = f"{one.value:{'+' if sign else ''},.10f}".rstrip("0").rstrip(".")
+    if len(text.partition(".")[2]) < spec.digits:
+        text = number(one.value, spec, sign)
+    ours = [number(one.ours, spec, sign), number(one.gap, spec, sign=True), one.verdict] if hasattr(one, "ours") else []
+    return [what, head(spec), text, one.certainty, *ours, one.note]
 
 
 def _published_rows(published: Sequence[Any], scale: Scale) -> str:
     """Numbers of the paper as a table of its own: a row for each cell, certainty and note."""
     if not published:
         return ""
-    rows = [[*_paper(one, scale), one.note] for one in published]
+    rows = [_paper(one, scale) for one in published]
     frame = pandas.DataFrame(rows, columns=["", "metric", "value", "certainty", "note"])
     wide = frame.pivot_table("value", ["", "certainty", "note"], "metric", "first", sort=False, fill_value="")
     wide = wide.reindex(columns=frame["metric"].unique()).reset_index()
@@ -212,8 +186,8 @@ def _published_rows(published: Sequence[Any], scale: Scale) -> str:
     return _grid(list(wide), wide.values.tolist(), others=len(wide.columns) - frame["metric"].nunique())
 
 
-def _figure_rows(result: Result, what: str) -> tuple[str, str]:
-    """The figures of agents or levels as a table, empty if there are none, and what they are."""
+def _figure_rows(result: Result, what: str) -> str:
+    """The figures of agents or levels as a table; empty if there are none."""
     own = result.figures[result.figures["what"] == what]
     names = sorted(own["figure"].unique(), key=lambda name: name == AGENT_SPIKE)
     spec = MetricSpec(name="", label="", kind="last", options={})
@@ -224,33 +198,13 @@ def _figure_rows(result: Result, what: str) -> tuple[str, str]:
             keys = [(cell.name, owner, name) for name in names]
             texts = [summary_text(found.loc[key], spec) if key in found.index else "-" for key in keys]
             rows.append([cell.label, owner, *texts])
-    note = f"Mean of the last {FIGURE_WINDOW} steps, ± standard deviation over seeds."
-    note += f" The {AGENT_SPIKE}: of all steps." if AGENT_SPIKE in names else ""
     heads = ["", what, *(name if " " in name else f"`{name}`" for name in names)]
-    return _grid(heads, rows, others=len(heads)) if rows else "", note
-
-
-def _run_facts(result: Result) -> list[str]:
-    scale, facts = result.scale, []
-    for cell in _shown(result):
-        own = result.ends[result.ends["cell"] == cell.name]
-        steps = " to ".join(map(str, sorted({own["step"].min(), own["step"].max()})))
-        facts.append(f"{cell.label} (`{cell.name}`): seeds {', '.join(map(str, own['seed']))}; steps used: {steps}")
-    if scale.task:
-        facts.append(f"task: `{scale.task}` on the embedded CPU model")
-    if scale.models:
-        facts.append(f"model: {', '.join(scale.models)}")
-    if result.versions:
-        facts.append("versions: " + ", ".join(f"{name} {' / '.join(own)}" for name, own in result.versions.items()))
-    if result.dates:
-        first, last = result.dates
-        facts.append(f"run on {first}" if first == last else f"run from {first} to {last}")
-    return facts
+    return _grid(heads, rows, others=len(heads)) if rows else ""
 
 
 def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], others: int = 2) -> str:
-    """A table; one with many columns, beside `others` that are no numbers, and few rows stands on its side."""
-    if WIDEST < len(heads) - others > len(rows):
+    """A table; one with more than 8 columns, beside `others` that are no numbers, and few rows stands on its side."""
+    if 8 < len(heads) - others > len(rows):
         heads, *rows = map(list, zip(heads, *rows, strict=True))
     lines = [[_inline(field) for field in row] for row in (heads, *rows)]
     lines.insert(1, ["---"] * len(heads))
@@ -323,7 +277,7 @@ def draw(result: Result, path: Path) -> None:
     names = set(colours).union(*papers.values())
     titles = list(result.curves["what"].unique())
     panels = len(titles) + len(scale.metrics)
-    columns = min(PANELS_A_ROW, panels)
+    columns = min(3, panels)
     deep = math.ceil(panels / columns)
     size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(names)) * deep + 0.9)
     figure, axes = pyplot.subplots(deep, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
@@ -337,8 +291,8 @@ def draw(result: Result, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=8)
         axis.legend(frameon=False, fontsize=8, loc="best")
-    for axis, (name, spec) in zip(places[len(titles) :], scale.metrics.items(), strict=False):
-        _draw_metric(axis, result, name, spec, colours, papers.get(name, {}))
+    for axis, name in zip(places[len(titles) :], scale.metrics, strict=False):
+        _draw_metric(axis, result, name, colours, papers.get(name, {}))
     for axis in places[panels:]:
         axis.set_visible(False)
     under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
@@ -373,14 +327,10 @@ def _paper_marks(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
 
 
 def _draw_metric(
-    axis: Any,
-    result: Result,
-    name: str,
-    spec: MetricSpec,
-    colours: Mapping[str, str],
-    papers: Mapping[str, tuple[float, str]],
+    axis: Any, result: Result, name: str, colours: Mapping[str, str], papers: Mapping[str, tuple[float, str]]
 ) -> None:
     """A row a cell: seeds as points, their mean as a bar across the row."""
+    spec = result.scale.metrics[name]
     cells = [cell for cell in result.scale.cells.values() if cell.name in colours or cell.name in papers]
     for row, cell in enumerate(cells):
         colour = colours.get(cell.name, "#555555")

@@ -48,11 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write what the command line asks for.
-
-    Raises:
-        LogError: a run has no metrics, or a group or metric fits nothing.
-    """
+    """Write what the command line asks for. Raises LogError: a run has no metrics, or a group or metric fits nothing."""
     if args.watch is not None:
         return live.watch(lambda: _made(args)[0], args.watch)
     text, runs, sections, left_out = _made(args)

@@ -44,7 +44,7 @@ class RunLog:
 
     path: Path  # what was read: a file, or a folder of event files
     source: Source  # of which logger it is
-    # ``step`` (of the training), ``metric``, ``value``, by step. A value that was not a finite number when it was logged
+    # ``step`` (of training), ``metric``, ``value``, by step. A value that was not a finite number when it was logged
     # is NaN or infinite here; verl's ``file`` logger writes both as null, which is read as NaN.
     values: pandas.DataFrame
     problems: list[str] = field(default_factory=list)  # what could not be read or looks wrong, a sentence each

@@ -28,10 +28,8 @@ class RecordError(ValueError):
 
 
 def tensorboard_values(path: Path) -> Iterator[tuple[int, str, float]]:
-    """(step, tag, value) of each scalar in an event file, in the order of writing.
-
-    Raises:
-        RecordError: at a record that is cut short or damaged, after the values before it.
+    """(step, tag, value) of each scalar in an event file, in the order of writing. Raises RecordError: at a record that
+    is cut short or damaged, after the values before it.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
@@ -58,10 +56,8 @@ def tensorboard_values(path: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def wandb_values(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(step, key, value) of the history in a ``run-*.wandb`` file; a nested key's parts are joined with dots.
-
-    Raises:
-        RecordError: at a record that is cut short or damaged, after the values before it.
+    """(step, key, value) of the history in a ``run-*.wandb`` file; a nested key's parts are joined with dots. Raises
+    RecordError: at a record that is cut short or damaged, after the values before it.
     """
     for record in _wandb_records(path):
         items = record.history.item

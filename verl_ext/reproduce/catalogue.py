@@ -18,10 +18,8 @@ from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table, TableError, Un
 
 
 def tables() -> list[Table]:
-    """Every table of this installation, sorted by name.
-
-    Raises:
-        TableError: a file is wrong, two tables of a method are the default, or a `laptop` names no table that has one.
+    """Every table of this installation, sorted by name. Raises TableError: a file is wrong, two tables of a method are
+    the default, or a `laptop` names no table that has one.
     """
     found = [read_table(path, name) for name, path in table_paths().items()]
     by_name = {table.name: table for table in found}
@@ -44,7 +42,7 @@ def find_table(name: str) -> Table:
     """The table of this name; a bare method name means its default table.
 
     Raises:
-        UnknownTableError: there is none; the message names the nearest and lists all.
+        UnknownTableError: there is none.
         TableError: its file is wrong.
     """
     found = {table.name: table for table in tables()}
@@ -62,10 +60,8 @@ def find_table(name: str) -> Table:
 
 
 def scale_of(table: Table, name: str) -> tuple[Table, Scale]:
-    """A table's scale, and the table whose it is: another one where two tables share their laptop scale.
-
-    Raises:
-        UnknownTableError: no such scale.
+    """A table's scale, and the table whose it is: another one where two tables share their laptop scale. Raises
+    UnknownTableError: no such scale.
     """
     if name not in SCALES:
         raise UnknownTableError(f"unknown scale {name!r}{suggestion(name, SCALES)}")
@@ -79,10 +75,8 @@ def scale_of(table: Table, name: str) -> tuple[Table, Scale]:
 
 
 def find_cells(scale: Scale, names: Sequence[str] | None) -> list[Cell]:
-    """The cells of these names in the table's order; None: all that can be run.
-
-    Raises:
-        UnknownTableError: a name is not known, or its cell cannot be run.
+    """The cells of these names in the table's order; None: all that can be run. Raises UnknownTableError: a name is not
+    known, or its cell cannot be run.
     """
     if not names:
         return [scale.cells[name] for name in scale.runnable]
@@ -97,10 +91,8 @@ def find_cells(scale: Scale, names: Sequence[str] | None) -> list[Cell]:
 
 
 def load_yaml(path: Path) -> Any:
-    """A YAML file as plain containers; a key that stands twice is an error instead of the later one winning.
-
-    Raises:
-        TableError: not YAML, or a key stands twice.
+    """A YAML file as plain containers; a key that stands twice is an error instead of the later one winning. Raises
+    TableError: not YAML, or a key stands twice.
     """
     import yaml
 
@@ -144,10 +136,8 @@ def _over(below: Any, above: Any) -> Any:
 
 
 def read_table(path: Path, name: str) -> Table:
-    """Read one table file, of the table ``<method>/<table>``.
-
-    Raises:
-        TableError: unknown or missing keys, wrong types, or names that are not there, with the file and the key.
+    """Read one table file, of the table ``<method>/<table>``. Raises TableError: unknown or missing keys, wrong types,
+    or names that are not there, with the file and the key.
     """
     from verl_ext.demo.tasks import TASKS
 

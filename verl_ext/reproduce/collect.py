@@ -8,12 +8,13 @@ What a run has of a metric is computed by :mod:`verl_ext.reproduce.metrics`, the
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,8 @@ def summarised(values: pandas.DataFrame, by: Sequence[str]) -> pandas.DataFrame:
 
 
 def collect(table: Table, scale: str, out: Path) -> Result:
-    """The numbers of a table, from its complete runs in `out`, the folder of all runs (``runs/reproduce``).
-
-    Raises:
-        CollectError: no run is complete; the message says which command makes or completes them.
+    """The numbers of a table, from its complete runs in `out`, the folder of all runs (``runs/reproduce``). Raises
+    CollectError: no run is complete; the message says which command makes or completes them.
     """
     table, part = scale_of(table, scale)
     folder = Path(out) / table.folder / scale
@@ -119,10 +118,9 @@ def collect(table: Table, scale: str, out: Path) -> Result:
     limits = _limits(runs, notes)
     runs = [run.until(limits[run.cell]) for run in runs]
     there = {(run.cell, run.seed) for run in runs}
-    for name in part.runnable:
-        for seed in part.seeds:
-            if (name, seed) not in there:
-                notes.add("no complete run", name, seed)
+    for name, seed in itertools.product(part.runnable, part.seeds):
+        if (name, seed) not in there:
+            notes.add("no complete run", name, seed)
     values = _values(part, runs, notes)
     log = pandas.concat(
         curve[numpy.isfinite(curve)].rename("value").rename_axis("step").reset_index()
@@ -150,25 +148,25 @@ class Notes:
     """Problems, each said once with the runs that have it."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[str, str, int | None]] = []
+        self._found: dict[str, dict[str, list[int | None]]] = {}
 
     def add(self, text: str, cell: str = "", seed: int | None = None) -> None:
         """Note a problem of a run, or of the whole table."""
-        self._rows.append((text, cell, seed))
+        seeds = self._found.setdefault(text, {}).setdefault(cell, [])
+        if seed not in seeds:
+            seeds.append(seed)
 
     def texts(self) -> list[str]:
         """A sentence each, in the order in which they were first noted; seeds of a cell stand together."""
-        found: dict[str, dict[str, list[int | None]]] = {}
-        for text, cell, seed in dict.fromkeys(self._rows):
-            found.setdefault(text, {}).setdefault(cell, []).append(seed)
-        return [
-            ", ".join(
+        said = []
+        for text, cells in self._found.items():
+            runs = [
                 f"{cell}/seed_{seeds[0]}" if len(seeds) == 1 else f"{cell} (seeds {', '.join(map(str, seeds))})"
                 for cell, seeds in cells.items()
                 if cell
-            ) + (": " if any(cells) else "") + text
-            for text, cells in found.items()
-        ]  # fmt: skip
+            ]
+            said.append(f"{', '.join(runs)}: {text}" if runs else text)
+        return said
 
 
 class _LeftOut(ValueError):
@@ -252,14 +250,12 @@ def _limits(runs: Sequence[Run], notes: Notes) -> dict[str, int]:
 
 
 def _versions(runs: Sequence[Run], notes: Notes) -> dict[str, list[str]]:
-    found: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for package, version in (run.record.get("versions") or {}).items():
-            found.setdefault(package, {})[version] = None
+    frame = pandas.DataFrame([run.record.get("versions") or {} for run in runs])
+    found = {package: frame[package].dropna().unique().tolist() for package in frame}
     for package, versions in found.items():
         if len(versions) > 1:
             notes.add(f"the runs were made with different versions of {package}: {', '.join(versions)}")
-    return {package: list(versions) for package, versions in found.items()}
+    return found
 
 
 def _dates(runs: Sequence[Run]) -> tuple[str, str] | None:
@@ -270,17 +266,16 @@ def _dates(runs: Sequence[Run]) -> tuple[str, str] | None:
 
 def _commands(table: Table, scale: Scale, out: Path, runs: Sequence[Run] = ()) -> tuple[str, str]:
     """The commands that make the runs and the table."""
-    options = [table.name, "--scale", scale.name]
-    if out.absolute() != DEFAULT_OUT.absolute():
-        where = out.absolute()
+    options, where = [table.name, "--scale", scale.name], out.absolute()
+    if where != DEFAULT_OUT.absolute():
         options += ["--out", str(where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where)]
     own: list[str] = []
     seeds = sorted({run.seed for run in runs})
     if not set(seeds) <= set(scale.seeds):
         own += ["--seeds", *map(str, seeds)]
-    planned = {run.planned for run in runs}
-    if len(planned) == 1 and (steps := planned.pop()) is not None and steps != scale.steps:
-        own += ["--steps", str(steps)]
+    steps = {run.planned for run in runs}
+    if len(steps) == 1 and not steps <= {None, scale.steps}:
+        own += ["--steps", str(*steps)]
     extras = {tuple(run.record.get("extra", ())) for run in runs}
     own += extras.pop() if len(extras) == 1 else ()
     start = ["verl-ext", "reproduce"]
@@ -293,7 +288,7 @@ def _values(scale: Scale, runs: Sequence[Run], notes: Notes) -> pandas.DataFrame
         for name, spec in scale.metrics.items():
             value, reason = None, ""
             try:
-                value = evaluate(spec, run, lambda text, run=run: notes.add(text, run.cell, run.seed))  # type: ignore[misc]
+                value = evaluate(spec, run, partial(notes.add, cell=run.cell, seed=run.seed))
                 reason = NOT_REACHED if value is None else ""
             except MetricMissing as error:
                 reason = str(error)
@@ -309,15 +304,16 @@ def _figures(log: pandas.DataFrame) -> pandas.DataFrame:
     runs = ["cell", "seed"]
     ends = log.groupby([*runs, "metric"], sort=False)["value"].agg(lambda own: own.tail(FIGURE_WINDOW).mean())
     ends = ends.reset_index()
-    found = [
-        ends.join(ends["metric"].str.extract(f"^{pattern}$")).assign(what=what) for what, pattern in FIGURES.items()
-    ]
+    found = [ends.join(ends["metric"].str.extract(f"^{own}$")).assign(what=what) for what, own in FIGURES.items()]
     log = log.reset_index(drop=True)
     norms = log.join(log["metric"].str.extract(r"^agent/(?P<owner>.+)/grad_norm/(?P<of>mean|max)$"))
-    for (cell, seed, owner), own in norms.dropna(subset="owner").groupby([*runs, "owner"]):
-        value = spike(own.loc[own["of"] == "mean", "value"], own.loc[own["of"] == "max", "value"])
-        row = {"cell": cell, "seed": seed, "owner": owner, "figure": AGENT_SPIKE, "value": value, "what": "agent"}
-        found.append(pandas.DataFrame([row]))
+    spikes = (
+        norms.dropna(subset="owner")
+        .groupby([*runs, "owner"])[["of", "value"]]
+        .apply(lambda own: spike(own.loc[own["of"] == "mean", "value"], own.loc[own["of"] == "max", "value"]))
+    )
+    if len(spikes):
+        found.append(spikes.rename("value").reset_index().assign(figure=AGENT_SPIKE, what="agent"))
     frame = pandas.concat(found, ignore_index=True).dropna(subset=["owner", "value"]).drop(columns="metric")
     # What a lone agent does is in the table already.
     lone = (frame["what"] == "agent") & (frame.groupby(["what", "cell"])["owner"].transform("nunique") < 2)

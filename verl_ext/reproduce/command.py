@@ -65,10 +65,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``verl-ext reproduce``.
-
-    Returns:
-        0; 1 for a failure; 2 for what cannot be carried out as written; 130 after Ctrl-C.
+    """Carry out ``verl-ext reproduce``. Returns 0; 1 for a failure; 2 for what cannot be carried out as written; 130
+    after Ctrl-C.
     """
     if args.extras and args.action != "run":
         raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")

@@ -20,7 +20,6 @@ import pandas
 
 from verl_ext.reproduce import plan
 
-TEXTS = ("input", "output", "gts")
 Stamp = tuple[int, int]
 
 
@@ -29,10 +28,8 @@ class DumpMissing(ValueError):
 
 
 def last_dump(folder: Path, limit: int) -> Path:
-    """The dump of the last validation up to step `limit` in verl's ``trainer.validation_data_dir``.
-
-    Raises:
-        DumpMissing: there is none.
+    """The dump of the last validation up to step `limit` in verl's ``trainer.validation_data_dir``. Raises DumpMissing:
+    there is none.
     """
     steps = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal() and int(path.stem) <= limit]
     if not steps:
@@ -42,11 +39,10 @@ def last_dump(folder: Path, limit: int) -> Path:
 
 
 def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Samples of a dump, each by its last output; a line that is not whole is left out and said.
+    """Samples of a dump, each by its last output, and what is not whole and left out, a sentence each.
 
-    Returns:
-        A row a sample, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without
-        its texts; and what is not whole, a sentence each.
+    A sample is a row, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without
+    its texts.
 
     Raises:
         DumpMissing: there is no sample in it.
@@ -55,12 +51,8 @@ def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
 
 
 def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Data source by task of a dump, by the data sets (`sets`) that were validated on.
-
-    Tasks that are in none of them are left out, which is the second that is returned, a sentence each.
-
-    Raises:
-        DumpMissing: it cannot be told; the message says why.
+    """Data source by task of a dump, by the data sets (`sets`) that were validated on, and a sentence on the tasks that
+    are in none of them, which are left out. Raises DumpMissing: it cannot be told; the message says why.
     """
     samples, _ = read_dump(path)
     if "data_source" in samples:
@@ -87,14 +79,12 @@ def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
 
     A record without a uid of that form is a sample of its own, of the task that its input text says.
     """
-    records: list[Any] = []
-    for line in path.read_bytes().split(b"\n"):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                records.append(None)
-    whole = [record for record in records if isinstance(record, dict)]
+    whole, broken = [], 0
+    for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+        try:
+            whole.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            broken += 1
     if not whole:
         raise DumpMissing(f"{path.parent.name}/{path.name} has no sample")
     frame = pandas.DataFrame(whole)
@@ -105,7 +95,7 @@ def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
     frame["sample"] = uid[1].where(~other, [f"line {number}" for number in frame.index])
     frame["turn"] = uid[2].where(~other, "0").astype(int)
     frame["input"] = texts["input"]
-    return frame, len(records) - len(whole)
+    return frame, broken
 
 
 # Many metrics are read from one dump; its texts, which are nearly all of it, are not kept.
@@ -113,7 +103,7 @@ def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
 def _samples(path: Path, stamp: Stamp) -> tuple[pandas.DataFrame, list[str]]:
     outputs, broken = _outputs(path)
     last = outputs.groupby(["task", "sample"], sort=False)["turn"].idxmax()
-    samples = outputs.loc[last].drop(columns=["turn", "sample", *TEXTS], errors="ignore")
+    samples = outputs.loc[last].drop(columns=["turn", "sample", "input", "output", "gts"], errors="ignore")
     problem = f"{path.parent.name}/{path.name}: {broken} of its lines are not whole; the others are used"
     return samples, [problem] if broken else []
 

@@ -40,14 +40,6 @@ import pandas
 from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
 from verl_ext.reproduce.tables import MetricSpec
 
-VALIDATION_FOLDER = "validation"
-"""Folder of a run that verl's validation dumps go to."""
-
-TOKENS_KEY = "perf/total_num_tokens"
-"""verl's number of tokens of a step's batch, prompts and responses together."""
-
-SPIKE_FACTOR, SPIKE_WINDOW, SPIKE_EARLIER = 3.0, 20, 3
-
 Say = Callable[[str], None]
 
 
@@ -79,12 +71,8 @@ class Run:
 
 
 def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float | None:
-    """A metric of a run up to the step that counts, as it is logged (not yet times 100).
-
-    `say` is called with what is odd about the run, though there is a value.
-
-    Returns:
-        The value; None for a score that does not reach its threshold.
+    """A metric of a run up to the step that counts, as it is logged (not yet times 100); None for a score that does not
+    reach its threshold. `say` is called with what is odd about the run, though there is a value.
 
     Raises:
         MetricMissing: there is no value.
@@ -97,16 +85,13 @@ def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float 
     if spec.kind == "tokens_to":
         joint = pandas.concat([run.curves[key] for key in keys], axis=1, join="inner").sort_index()
         scores = _finite(joint.agg(statistics.fmean, axis=1).rename(", ".join(keys)), say)
-        window, threshold = spec.options.get("window", 1), spec.options["threshold"]
-        return tokens_to(_token_counts(spec, run), scores, threshold, window)
+        return tokens_to(_token_counts(spec, run), scores, spec.options["threshold"], spec.options.get("window", 1))
     return statistics.fmean(_of_curve(spec, run.curves[key], say) for key in keys)
 
 
 def matching(patterns: Iterable[str], logged: Sequence[str], said: str = "no metric {} is logged") -> list[str]:
-    """Names of `logged` that match one of the patterns, each once; in a pattern ``*`` also stands for a ``/``.
-
-    Raises:
-        MetricMissing: a pattern matches none; the message, `said` with the pattern in its place, names the nearest.
+    """Names of `logged` that match one of the patterns, each once; in a pattern ``*`` also stands for a ``/``. Raises
+    MetricMissing: a pattern matches none; the message, `said` with the pattern in its place, names the nearest.
     """
     found: list[str] = []
     for pattern in patterns:
@@ -128,7 +113,7 @@ def _of_curve(spec: MetricSpec, curve: pandas.Series, say: Say) -> float:
             raise MetricMissing(f"{curve.name} is not a finite number at {bad}")
         return statistics.fmean(used)
     if spec.kind == "spikes":
-        return float(len(spike_steps(curve, spec.options.get("factor", SPIKE_FACTOR))))
+        return float(len(spike_steps(curve, spec.options.get("factor", 3.0))))
     finite = _finite(curve, say)
     if finite.empty:
         raise MetricMissing(f"{curve.name} is not a finite number at any step")
@@ -156,7 +141,7 @@ def _finite(curve: pandas.Series, say: Say) -> pandas.Series:
 
 
 def _token_counts(spec: MetricSpec, run: Run) -> pandas.Series:
-    (key,) = matching([spec.options.get("tokens_key", TOKENS_KEY)], list(run.curves))
+    (key,) = matching([spec.options.get("tokens_key", "perf/total_num_tokens")], list(run.curves))
     if bad := _not_finite(run.curves[key].reindex(range(1, run.end + 1))):
         raise MetricMissing(f"{key} is not known at {bad}")
     return run.curves[key]
@@ -172,19 +157,15 @@ def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
     return float(largest / middle) if middle > 0 else math.nan
 
 
-def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int = SPIKE_WINDOW) -> list[int]:
-    """Steps with a gradient-norm spike: a value above `factor` times the median of the `window` values before it.
+def spike_steps(norms: pandas.Series, factor: float = 3.0, window: int = 20) -> list[int]:
+    """Steps with a gradient-norm spike: a value above `factor` times the median of the `window` (at least 3) values
+    before.
 
-    The first `SPIKE_EARLIER` values have too little before them and are never spikes. A value that is not finite is one
-    wherever it stands, and is left out of the medians.
-
-    Args:
-        norms: by step, not negative.
-        factor: above 0.
-        window: at least `SPIKE_EARLIER`.
+    The first three values have too little before them and are never spikes. A value that is not finite is one wherever
+    it stands, and is left out of the medians.
     """
     finite = norms[numpy.isfinite(norms)]
-    median = finite.rolling(window, min_periods=SPIKE_EARLIER).median().shift()
+    median = finite.rolling(window, min_periods=3).median().shift()
     # The median is unknown (NaN) for the first ones, and nothing is above that.
     return sorted({*norms.index.difference(finite.index), *finite.index[finite > factor * median]})
 
@@ -192,11 +173,8 @@ def spike_steps(norms: pandas.Series, factor: float = SPIKE_FACTOR, window: int 
 def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, window: int = 1) -> float | None:
     """Token cost of a score: tokens of all steps up to the first at which the running mean reaches the threshold.
 
-    Args:
-        tokens: of the batch, by training step.
-        scores: by step, in order; may be known at some steps only, and at step 0 (before training, at no cost).
-        threshold: in the unit of the scores; None is returned if it is not reached.
-        window: logged scores in the running mean; it is defined once there are that many.
+    `tokens` are of the batch, by training step; `scores` may be known at some steps only, and at step 0 (before
+    training, at no cost). The mean is defined once there are `window` scores. None if the threshold is not reached.
     """
     # The exactly rounded mean: a score that equals the threshold reaches it.
     means = scores.rolling(window).apply(statistics.fmean, raw=True)
@@ -246,16 +224,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def _samples(spec: MetricSpec, run: Run, say: Say) -> pandas.DataFrame:
     """Samples of the last validation with their ``source``, which is the same for all if none is asked for."""
     try:
-        dump = last_dump(run.path / VALIDATION_FOLDER, run.end)
+        dump = last_dump(run.path / "validation", run.end)
         samples, problems = read_dump(dump)
         samples = samples.assign(source="")
         wanted = spec.options.get("source", ())
-        wanted = [wanted] if isinstance(wanted, str) else wanted
         # With one data set there is nothing to tell apart.
         if wanted and len(run.sources) != 1:
             sources, unplaced = sources_of(dump, run.sources)
             said = "no sample of data source {} is in the validation dump"
-            names = matching(wanted, sorted(set(sources.values())), said)
+            names = matching([wanted] if isinstance(wanted, str) else wanted, sorted(set(sources.values())), said)
             samples["source"] = samples["task"].map(sources)
             samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
     except DumpMissing as error:

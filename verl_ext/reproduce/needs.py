@@ -25,7 +25,6 @@ _INSTALL = {
 }
 #: Packages that the tasks of the laptop scale need beside verl-ext's own requirements.
 _OF_TASK = {"lake": ("gymnasium",)}
-_ENGINE = "actor_rollout_ref.rollout.name"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ def has_package(name: str) -> bool:
 
 def packages(table: Table, cells: Sequence[Cell]) -> list[str]:
     """Packages that full-scale cells need: the table's, and the rollout engine's."""
-    engines = {plan.merged(table.full.overrides, cell.overrides).get(_ENGINE) for cell in cells}
+    key = "actor_rollout_ref.rollout.name"
+    engines = {plan.merged(table.full.overrides, cell.overrides).get(key) for cell in cells}
     found = [*(name for name in ("vllm", "sglang") if name in engines), *table.full.needs.packages]
     return list(dict.fromkeys(name.lower().replace("_", "-") for name in found))
 

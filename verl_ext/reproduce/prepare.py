@@ -50,10 +50,8 @@ def local_files(source: Source, folder: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a parquet, jsonl, jsonl.gz or json file (a list, or the only list in an object).
-
-    Raises:
-        PrepareError: it cannot be read to its end; the message names file and place.
+    """Records of a parquet, jsonl, jsonl.gz or json file (a list, or the only list in an object). Raises PrepareError:
+    it cannot be read to its end; the message names file and place.
     """
     number = 0
     try:
@@ -282,10 +280,8 @@ def _write_corpus(source: Source, records: Iterable[Mapping[str, Any]], path: Pa
 
 
 def names_of(table: Table, only: Sequence[str] | None = None) -> list[str]:
-    """Data sets of a table, or those of them that are named (and a corpus that the table may want).
-
-    Raises:
-        PrepareError: a name is not among them.
+    """Data sets of a table, or those of them that are named (and a corpus that the table may want). Raises
+    PrepareError: a name is not among them.
     """
     own = table.full.data_names
     known = [*own, *(name for name in source_names() if table.name in find_source(name).tables)]

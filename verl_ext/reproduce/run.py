@@ -62,9 +62,7 @@ class Job:
 
 def jobs(request: Request) -> list[Job]:
     """The runs of cells and seeds, all cells of a seed before the next seed: an interrupted table has fewer seeds.
-
-    Raises:
-        RunError: a run folder holds something else, or was begun with other settings. Nothing is written either way.
+    Raises RunError: a run folder holds something else, or was begun with other settings. Nothing is written either way.
     """
     one, found = request, []
     for seed, cell in itertools.product(one.seeds, one.cells):

@@ -66,11 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """``cell.json`` of a folder; empty if there is none.
-
-    Raises:
-        RunError: it is there and cannot be read.
-    """
+    """``cell.json`` of a folder; empty if there is none. Raises RunError: it is there and cannot be read."""
     path = folder / RECORD
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -174,11 +170,7 @@ def end(folder: Path, state: str, code: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run folder: two trainers must never share one.
-
-    Raises:
-        RunError: another process holds it.
-    """
+    """Hold a run folder: two trainers must never share one. Raises RunError: another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:

@@ -81,11 +81,7 @@ def source_names() -> list[str]:
 
 
 def find_source(name: str) -> Source:
-    """The data set of this name.
-
-    Raises:
-        PrepareError: there is none.
-    """
+    """The data set of this name. Raises PrepareError: there is none."""
     entry = _entries().get(name.removesuffix(PLAIN))
     if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
         raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
@@ -112,10 +108,8 @@ def digest_of(path: Path) -> str:
 
 
 def verify(name: str, folder: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared data set whose file is as it was written; None if it is not prepared.
-
-    Raises:
-        PrepareError: the file or its manifest is missing, was changed, or was made by another definition.
+    """The manifest of a prepared data set whose file is as it was written; None if it is not prepared. Raises
+    PrepareError: the file or its manifest is missing, was changed, or was made by another definition.
     """
     source = find_source(name)
     path, manifest_path = target_of(source, folder), manifest_of(source, folder)

@@ -41,10 +41,8 @@ class Task:
 
 
 def client(address: str) -> Any:
-    """Ray's job client of the cluster whose dashboard has an address such as ``http://127.0.0.1:8265``.
-
-    Raises:
-        SubmitError: nothing answers there.
+    """Ray's job client of the cluster whose dashboard has an address such as ``http://127.0.0.1:8265``. Raises
+    SubmitError: nothing answers there.
     """
     if not re.match(r"^https?://", address):
         raise SubmitError(f"{address!r} is not the address of a Ray dashboard: give one such as http://127.0.0.1:8265")
@@ -73,9 +71,7 @@ def state_of(job: Any) -> str:
 
 def _asked(ask: Callable[[], Any], said: str, interval: float, again: str = "") -> Any:
     """The cluster's answer, asked for five times `interval` seconds apart while the error holds the text `again`.
-
-    Raises:
-        SubmitError: `said`, with the error in its place, which has lasted.
+    Raises SubmitError: `said`, with the error in its place, which has lasted.
     """
     for left in reversed(range(5)):
         try:
@@ -88,13 +84,8 @@ def _asked(ask: Callable[[], Any], said: str, interval: float, again: str = "") 
 
 
 def submit_one(server: Any, task: Task) -> tuple[str, bool]:
-    """Submit a job unless it is running.
-
-    Returns:
-        The job's id, and whether it was submitted now.
-
-    Raises:
-        SubmitError: the cluster refuses it, or runs this job with another command.
+    """Submit a job unless it is running. Returns the job's id, and whether it was submitted now. Raises SubmitError:
+    the cluster refuses it, or runs this job with another command.
     """
     before = attempts(server, task.name)
     number = max(before, default=0)
@@ -161,10 +152,8 @@ def submit(
 
 
 def look(server: Any, job_id: str, interval: float) -> Any:
-    """What the cluster says of a job; a dashboard that is away for a moment is asked again.
-
-    Raises:
-        SubmitError: it does not answer, or does not know the job.
+    """What the cluster says of a job; a dashboard that is away for a moment is asked again. Raises SubmitError: it does
+    not answer, or does not know the job.
     """
     said = f"the cluster no longer answers for {job_id} ({{}}); the job may go on"
     return _asked(lambda: server.get_job_info(job_id), said, interval)
@@ -172,9 +161,7 @@ def look(server: Any, job_id: str, interval: float) -> Any:
 
 def tasks_of(request: Request) -> list[Task]:
     """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs.
-
-    Raises:
-        RunError: see :func:`verl_ext.reproduce.run.jobs`.
+    Raises RunError: see :func:`verl_ext.reproduce.run.jobs`.
     """
     table, scale, steps = request.table, request.scale, request.steps
     names = (*scale.needs.inputs, "VERL_EXT_HOME")

@@ -46,11 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the transcripts that the command line names.
-
-    Raises:
-        TranscriptError: there are none.
-    """
+    """Show the transcripts that the command line names. Raises TranscriptError: there are none."""
     choice = Choice(steps=args.step, trajectory=args.trajectory, agent=args.agent, outcome=args.outcome)
     if args.watch is not None:
         return live.watch(lambda: _page(args, choice)[0], args.watch)

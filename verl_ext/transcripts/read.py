@@ -62,9 +62,7 @@ def _named(trajectory: str, wanted: str) -> bool:
 
 def step_files(run: str | Path) -> dict[int, Path]:
     """Files of transcripts by step, ascending: of a run (in its ``rollouts``), a folder of transcripts, or one file.
-
-    Raises:
-        TranscriptError: there are none.
+    Raises TranscriptError: there are none.
     """
     run = Path(run)
     candidates = [run] if run.is_file() else sorted([*(run / FOLDER).glob("*.jsonl"), *run.glob("*.jsonl")])
@@ -78,10 +76,8 @@ def step_files(run: str | Path) -> dict[int, Path]:
 
 
 def read(run: str | Path, choice: Choice) -> list[dict[str, Any]]:
-    """The chosen trajectories, in order of step and prompt.
-
-    Raises:
-        TranscriptError: nothing is chosen, or a file holds something else.
+    """The chosen trajectories, in order of step and prompt. Raises TranscriptError: nothing is chosen, or a file holds
+    something else.
     """
     files = step_files(run)
     steps = choice.steps
@@ -136,10 +132,8 @@ def _ranges(steps: Sequence[int]) -> str:
 
 
 def new_part(turn: Mapping[str, Any], before: Mapping[str, Any] | None) -> tuple[bool, str]:
-    """The prompt of a turn without what the turn before already shows.
-
-    Returns:
-        ``(continued, text)``: whether the prompt begins with the earlier prompt and response, and the rest of it.
+    """The prompt of a turn without what the turn before already shows. Returns ``(continued, text)``: whether the
+    prompt begins with the earlier prompt and response, and the rest of it.
     """
     if before is not None:
         known = before["prompt"] + before["response"]

@@ -49,10 +49,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print, and write the page.
-
-    Raises:
-        Failure: there is no record, a name is not registered, nothing can be compared, or the model is too large.
+    """Compare, print, and write the page. Raises Failure: there is no record, a name is not registered, nothing can be
+    compared, or the model is too large.
     """
     from verl_ext.integration.columns import BatchError
     from verl_ext.overrides import Failure

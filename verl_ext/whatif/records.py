@@ -66,10 +66,8 @@ class Record:
 
 
 def find(runs: Sequence[Path]) -> list[Path]:
-    """The files of records of runs: each a folder of a run (with ``records/`` in it), of records, or one file.
-
-    Raises:
-        RecordError: a run has none.
+    """The files of records of runs: each a folder of a run (with ``records/`` in it), of records, or one file. Raises
+    RecordError: a run has none.
     """
     found: list[Path] = []
     for run in runs:
@@ -83,12 +81,8 @@ def find(runs: Sequence[Path]) -> list[Path]:
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> Record:
-    """Read a record; nothing in the file is run.
-
-    `changes` are ``algorithm.KEY=VALUE``: options under which the estimators are called.
-
-    Raises:
-        RecordError: it is no whole record, or a change is none of the ``algorithm`` node.
+    """Read a record; nothing in the file is run. `changes` are ``algorithm.KEY=VALUE``: options under which the
+    estimators are called. Raises RecordError: it is no whole record, or a change is none of the ``algorithm`` node.
     """
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
@@ -152,10 +146,8 @@ def _quiet() -> Iterator[None]:
 
 
 def known(names: Collection[str] = (), algorithm: Any = None) -> list[str]:
-    """Registered estimators: those named; or ours, then verl's, and the mixture of the run where it is one.
-
-    Raises:
-        RecordError: a name is not registered.
+    """Registered estimators: those named; or ours, then verl's, and the mixture of the run where it is one. Raises
+    RecordError: a name is not registered.
     """
     with _quiet():
         from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY  # verl loads the plugin, which adds ours

@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write what the command line asks for. Raises LogError: a run has no metrics, or a group or metric fits nothing."""
+    """Write what the command line asks for. Raises LogError: no run has metrics, or a group or metric fits nothing."""
     if args.watch is not None:
         return live.watch(lambda: _made(args)[0], args.watch)
     text, runs, sections, left_out = _made(args)
@@ -57,11 +57,9 @@ def run(args: argparse.Namespace) -> int:
     metrics = len({name for one in runs for name in one.log.curves})
     groups, size = len({one.group for one in runs}), args.out.stat().st_size / 1e6
     print(f"{args.out}: {len(runs)} runs in {groups} groups, {metrics} metrics, {size:.1f} MB")
-    for problem in left_out:
-        print(f"left out: {problem}")
-    for one in runs:
-        for problem in one.log.problems:
-            print(f"{one.name}: {problem}")
+    problems = [f"{one.name}: {problem}" for one in runs for problem in one.log.problems]
+    for problem in [*(f"left out: {problem}" for problem in left_out), *problems]:
+        print(problem)
     if args.png is not None:
         from verl_ext.report.pictures import write_pictures
 

@@ -7,6 +7,7 @@ its band is one standard deviation (ddof 1) or the range over them.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections import Counter
@@ -97,16 +98,14 @@ def load(
             left_out.append(str(error))
     if not logs:
         raise LogError(" ".join(left_out or []))
-    names = _distinct(
-        [log.name or name for log, name in zip(logs, _short_names([log.path for log in logs]), strict=True)]
-    )
+    short = _short_names([log.path for log in logs])
+    names = _distinct([log.name or name for log, name in zip(logs, short, strict=True)])
     unused = set(groups or {})
     runs = []
     for name, log in zip(names, logs, strict=True):
         match = _SEED.match(name)
-        group, seed = (match["group"], int(match["seed"])) if match else (name, None)
-        if not by_seed or not group:
-            group = name
+        seed = int(match["seed"]) if match else None
+        group = match["group"] if match and by_seed and match["group"] else name
         for chosen, pattern in (groups or {}).items():
             folder = log.path if log.path.is_dir() else log.path.parent
             if any(fnmatch.fnmatchcase(text, pattern) for text in (name, str(log.path), str(folder))):
@@ -140,9 +139,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
             whole = whole.parent if whole.name == METRICS_FILE else whole.with_suffix("")
         parts.append(whole.parts)
     # A folder of the logger's own inside each run's folder tells nothing.
-    while (
-        len(parts) > 1 and len({part[-1] for part in parts}) == 1 and len({part[:-1] for part in parts}) == len(parts)
-    ):
+    many = len(parts)
+    while many > 1 and len({part[-1] for part in parts}) == 1 and len({part[:-1] for part in parts}) == many:
         parts = [part[:-1] for part in parts]
     shared = 0
     while all(len(part) > shared + 1 for part in parts) and len({part[shared] for part in parts}) == 1:
@@ -162,15 +160,12 @@ def _with_agent_norms(log: RunLog) -> RunLog:
     measured it: the whole norm times the root of the agent's share of the gradient energy, exact if the agents'
     gradients are orthogonal and their tokens' scores equally long.
     """
-    suffix = "/gradient_energy_share"
-    shares = [name for name in log.curves if name.startswith("agent/") and name.endswith(suffix)]
-    measured = any(name.startswith("agent/") and name.endswith("/grad_norm/mean") for name in log.curves)
-    if measured or len(shares) < 2 or "actor/grad_norm" not in log.curves:
+    curves, suffix = log.curves, "/gradient_energy_share"
+    agents = [name.removesuffix(suffix) for name in fnmatch.filter(curves, f"agent/*{suffix}")]
+    if len(agents) < 2 or "actor/grad_norm" not in curves or fnmatch.filter(curves, "agent/*/grad_norm/mean"):
         return log
-    estimates = {
-        f"{name.removesuffix(suffix)}/grad_norm_estimate": log.curves["actor/grad_norm"] * log.curves[name].pow(0.5)
-        for name in shares
-    }
+    norm = curves["actor/grad_norm"]
+    estimates = {f"{agent}/grad_norm_estimate": norm * curves[agent + suffix].pow(0.5) for agent in agents}
     more = pandas.concat(estimates, names=["metric", "step"]).dropna().rename("value").reset_index()
     return replace(log, values=pandas.concat([log.values, more]))
 
@@ -232,11 +227,9 @@ _SECTIONS = {
         "mismatch/max": "|log p of trainer - log p of sampler|: largest",
     },
 }
-_TITLES = {
-    "training/rollout_actor_probs_pearson_corr": "Probabilities of sampler and trainer: correlation",
-    **{metric: title for panels in _SECTIONS.values() for metric, title in panels.items()},
-}
-_MISMATCH_MORE = ("training/rollout_*", "rollout_corr/*", "mismatch/*", "dvp/*")
+_TITLES = {metric: title for panels in _SECTIONS.values() for metric, title in panels.items()}
+_TITLES["training/rollout_actor_probs_pearson_corr"] = "Probabilities of sampler and trainer: correlation"
+_MISMATCH = re.compile("training/rollout_|rollout_corr/|mismatch/|dvp/")
 _AGENT_MAIN = {
     "score/mean": "mean score of its rows",
     "gradient_energy_share": "share of the gradient's energy",
@@ -244,18 +237,12 @@ _AGENT_MAIN = {
     "grad_norm/max": "gradient norm of its rows, largest update",
     "grad_norm_estimate": "gradient norm of its rows (estimate)",
 }
-_AGENT_MORE = {"rows": "rows", "score/std": "deviation of its scores"}
 
 
 def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     """The panels of a comparison; a panel is left out if no run has its metric, a section if it has no panel.
 
-    Args:
-        runs: the runs.
-        chosen: names or patterns of further metrics, shown first.
-
-    Raises:
-        LogError: a name or pattern in `chosen` fits no metric.
+    `chosen` are names or patterns of further metrics, shown first. Raises LogError: one of them fits no metric.
     """
     counts = Counter(metric for run in runs for metric in run.log.curves)
     known = sorted(counts, key=natural_order)
@@ -266,19 +253,15 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
             raise LogError(f"--metric {pattern}: no run has such a metric{_nearest(pattern, known)}")
         first += fitting
     rewards = [name for name in _REWARD if name in counts]
-    reward = [Panel("Training reward", max(rewards, key=lambda name: counts[name]))] if rewards else []
+    reward = [Panel("Training reward", max(rewards, key=counts.__getitem__))] if rewards else []
     core = [Panel(_title(name), name) for name in known if name.startswith("val-core/")]
     out = [_section("Chosen", dict.fromkeys(first)), Section("Reward", [*reward, *core], len([*reward, *core]))]
     for title, panels in _SECTIONS.items():
         main = [name for name in panels if name in counts]
-        patterns = _MISMATCH_MORE if title == "Sampler and trainer" else ()
-        fits = [name for name in known if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
-        out.append(_section(title, dict.fromkeys([*main, *fits]), len(main)))
-    mix = [name for name in known if name.startswith("mix/")]
-    out += [
-        _agents(known),
-        _section("Components of the mix", sorted(mix, key=lambda name: not name.endswith("/share"))),
-    ]
+        more = [name for name in known if title == "Sampler and trainer" and _MISMATCH.match(name)]
+        out.append(_section(title, dict.fromkeys([*main, *more]), len(main)))
+    mix = sorted(fnmatch.filter(known, "mix/*"), key=lambda name: not name.endswith("/share"))
+    out += [_agents(known), _section("Components of the mix", mix)]
     return [section for section in out if section.panels]
 
 
@@ -290,7 +273,7 @@ def _section(title: str, names: Iterable[str], main: int | None = None) -> Secti
 def _agents(known: Sequence[str]) -> Section:
     parts = [match for name in known if (match := _AGENT.match(name))]
     agents = list(dict.fromkeys(match["agent"] for match in parts))
-    titles = {**_AGENT_MAIN, **_AGENT_MORE}
+    titles = {**_AGENT_MAIN, "rows": "rows", "score/std": "deviation of its scores"}
     kinds = list(dict.fromkeys([*titles, *(match["what"] for match in parts)]))
     ordered = sorted(parts, key=lambda match: (kinds.index(match["what"]), agents.index(match["agent"])))
     panels = [Panel(f"{match['agent']}: {titles.get(match['what'], match['what'])}", match[0]) for match in ordered]
@@ -306,8 +289,6 @@ def _title(metric: str) -> str:
 
 
 def _nearest(pattern: str, known: Sequence[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(pattern, known, n=3) or [name for name in known if pattern.strip("*") in name][:3]
     return f"; near it: {', '.join(near)}" if near else f"; there are {len(known)}, all in the page's list"
 

@@ -20,11 +20,6 @@ import pandas
 
 from verl_ext.report.compare import Axis, Run, Section, axes, finite, group_names, positions, style
 
-BUDGET = 1_500_000
-"""Numbers that a page holds, about; it bounds the size of the file at some 12 MB."""
-LEAST_ROOM = 60
-"""Values of a metric of a run that are kept however many metrics and runs there are."""
-
 
 def page_data(
     runs: Sequence[Run],
@@ -33,25 +28,21 @@ def page_data(
     title: str,
     smooth: int = 1,
     left_out: Sequence[str] = (),
-    budget: int = BUDGET,
+    budget: int = 1_500_000,
 ) -> dict[str, Any]:
-    """What the page's script reads.
+    """What the page's script reads: of runs (each group's together) and `verl_ext.report.compare.sections`.
 
-    Args:
-        runs: each group's together.
-        sections: of `verl_ext.report.compare.sections`.
-        smooth: window, in steps, that the page opens with.
-        left_out: what could not be read at all, a sentence each.
-        budget: numbers to keep.
+    The page opens with a window of `smooth` steps; `left_out` could not be read at all, a sentence each. `budget` is
+    how many numbers a page holds, about; the default bounds the size of the file at some 12 MB.
     """
     metrics = sorted({name for run in runs for name in run.log.curves})
     number = {name: position for position, name in enumerate(metrics)}
     curves = [run.log.curves for run in runs]
     lengths = {name: max(len(own[name]) for own in curves if name in own) for name in metrics}
-    room = max(LEAST_ROOM, budget // max(1, sum(map(len, curves))))
-    steps = [step for run in runs for step in (min(run.log.steps), max(run.log.steps))]
-    # Three numbers a bucket.
-    width = math.ceil((max(steps) - min(steps) + 1) / max(1, room // 3))
+    # At least 60 values, however many metrics and runs there are; three numbers a bucket.
+    room = max(60, budget // max(1, sum(map(len, curves))))
+    steps = [step for run in runs for step in run.log.steps]
+    width = math.ceil((max(steps) - min(steps) + 1) / (room // 3))
     chosen_axes = axes(runs)
     groups = group_names(runs)
     out_runs, series = [], []

@@ -68,8 +68,7 @@ def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
 
     Args:
         path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
-            one of them: the folder of a run of this package, tensorboard's folder of one run, wandb's
-            ``offline-run-*``. A folder that has several kinds is read from the first of jsonl, tensorboard, wandb.
+            one of them, which is read from the first of these kinds that it has.
         anew: where the steps of a jsonl go back, what it has logged from there on before belongs to an earlier run and
             is left out.
 

@@ -11,20 +11,13 @@ from typing import Any
 
 from verl_ext.report.compare import Axis, Panel, Run, Section, axes, group_line, group_names, style
 
-OVERVIEW = "overview.png"
 _COLUMNS = 3
 
 
 def write_pictures(runs: Sequence[Run], sections: Sequence[Section], folder: Path, *, smooth: int = 1) -> list[Path]:
     """Write a PNG of each panel that the page shows at first, and one of all of them, over training steps.
 
-    Args:
-        runs, sections: of `verl_ext.report.compare`.
-        folder: where to; made if need be.
-        smooth: steps of the trailing mean.
-
-    Returns:
-        the files: ``overview.png`` first, then one for each metric, named by it.
+    Returns the files: ``overview.png`` first, then one for each metric, named by it.
     """
     import matplotlib
 
@@ -45,7 +38,7 @@ def write_pictures(runs: Sequence[Run], sections: Sequence[Section], folder: Pat
     lines = {label: line for one in grid.flat for line, label in zip(*one.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=min(6, len(lines)), frameon=False)
     figure.set_layout_engine("constrained")
-    written = [folder / OVERVIEW]
+    written = [folder / "overview.png"]
     figure.savefig(written[0])
     pyplot.close(figure)
     for panel in panels:

@@ -22,15 +22,12 @@ def tables() -> list[Table]:
     the default, or a `laptop` names no table that has one.
     """
     found = [read_table(path, name) for name, path in table_paths().items()]
-    by_name = {table.name: table for table in found}
-    defaults: dict[str, Table] = {}
+    having = [one.name for one in found if one.laptop is not None]
+    defaults: dict[str, str] = {}
     for table in found:
-        if table.default:
-            other = defaults.setdefault(table.method, table)
-            if other is not table:
-                raise TableError(f"{table.path}: default: {other.name} is the default table of {table.method} already")
-        if table.laptop_of is not None and getattr(by_name.get(table.laptop_of), "laptop", None) is None:
-            having = [one.name for one in found if one.laptop is not None]
+        if table.default and (other := defaults.setdefault(table.method, table.name)) != table.name:
+            raise TableError(f"{table.path}: default: {other} is the default table of {table.method} already")
+        if table.laptop_of is not None and table.laptop_of not in having:
             raise TableError(
                 f"{table.path}: laptop: {table.laptop_of!r} is not a table with a laptop scale"
                 f"{suggestion(table.laptop_of, having)}"
@@ -49,9 +46,8 @@ def find_table(name: str) -> Table:
     if name in found:
         return found[name]
     own = [table for table in found.values() if table.method == name]
-    for table in own:
-        if table.default or len(own) == 1:
-            return table
+    if chosen := [table for table in own if table.default or len(own) == 1]:
+        return chosen[0]
     if own:
         names = ", ".join(table.name for table in own)
         raise UnknownTableError(f"{name!r} has several tables and no default: say which of {names}")
@@ -100,11 +96,11 @@ def load_yaml(path: Path) -> Any:
         """A safe loader that refuses repeated keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for place, key in enumerate(keys):
-                if key in keys[:place]:
-                    line = node.value[place][0].start_mark.line + 1
-                    raise TableError(f"{path}: line {line}: the key {key!r} stands twice")
+            keys: set[Any] = set()
+            for place, _ in node.value:
+                if (key := self.construct_object(place, deep=True)) in keys:
+                    raise TableError(f"{path}: line {place.start_mark.line + 1}: the key {key!r} stands twice")
+                keys.add(key)
             return super().construct_mapping(node, deep)
 
     try:

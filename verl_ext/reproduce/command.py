@@ -142,8 +142,7 @@ def _list(args: argparse.Namespace) -> int:
             if name == "laptop" and table.laptop_of is not None:
                 print(f"  laptop:    that of {table.laptop_of}")
                 continue
-            scale = table.full if name == "full" else table.laptop
-            if scale is None:
+            if (scale := table.full if name == "full" else table.laptop) is None:
                 continue
             cells = find_cells(scale, None)
             print(_wrapped(f"  {name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))

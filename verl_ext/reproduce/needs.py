@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ def gpus() -> int:
     if visible is not None:
         names = [name for name in visible.split(",") if name.strip()]
         return len(names) if names != ["-1"] else 0
-    nvidia = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     # A node of the kernel's topology is a CPU where its gpu_id is 0.
     amd = [path.read_text().strip() for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")]
     return nvidia + sum(name != "0" for name in amd)
@@ -102,9 +101,10 @@ def lacks(
     found += _data(table, [name for split in splits for name in scale.data.get(split, ())], data, sums)
     hardware = scale.hardware
     if hardware is not None and not environment.get("RAY_ADDRESS"):
-        numbers = ((key, said.get(f"trainer.{key}", "")) for key in ("n_gpus_per_node", "nnodes"))
-        given = {key: int(text) for key, text in numbers if text.isdecimal()}
-        each, nodes = given.get("n_gpus_per_node", hardware.gpus_per_node), given.get("nnodes", hardware.nodes)
+        each, nodes = (
+            int(text) if (text := said.get(f"trainer.{key}", "")).isdecimal() else own
+            for key, own in (("n_gpus_per_node", hardware.gpus_per_node), ("nnodes", hardware.nodes))
+        )
         seen, send = gpus(), "--submit http://HEAD:8265"
         if nodes > 1:
             what = f"{nodes} nodes with {each} GPUs each are needed"
@@ -124,12 +124,12 @@ def _data(table: Table, names: Sequence[str], folder: Path | None, sums: bool) -
         command = f"verl-ext reproduce prepare {table.name} (without a network: --from FOLDER)"
         found.append(Lack(f"no data {', '.join(absent)} in {folder}", command))
     if sums:
-        from verl_ext.reproduce import prepare
+        from verl_ext.reproduce.sources import PrepareError, verify
 
         for name in names:
             try:
                 if name not in absent:
-                    prepare.verify(name, folder)
-            except prepare.PrepareError as error:
+                    verify(name, folder)
+            except PrepareError as error:
                 found.append(Lack(f"the data {name} cannot be used", str(error)))
     return found

@@ -185,14 +185,14 @@ def find_runs(out: Path | str, table: Table, scale: Scale) -> list[RunFolder]:
 
     A folder that is not a run of this table is there as well, with the reason among its `problems`.
     """
-    order = {name: place for place, name in enumerate(scale.cells)}
+    order = list(scale.cells)
     settings = {name: plan.settings(table, scale, scale.cells[name]) for name in scale.runnable}
     found = []
     for path in (Path(out) / table.folder / scale.name).glob("*/seed_*"):
         cell, seed = path.parent.name, path.name.removeprefix("seed_")
         if path.is_dir() and seed.isdecimal():
             found.append(look(path, table, scale, cell, int(seed), settings.get(cell)))
-    return sorted(found, key=lambda run: (order.get(run.cell, len(order)), run.cell, run.seed))
+    return sorted(found, key=lambda run: ([*order, run.cell].index(run.cell), run.cell, run.seed))
 
 
 def _now() -> str:

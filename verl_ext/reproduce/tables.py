@@ -28,23 +28,20 @@ CERTAINTIES = ("certain", "abstract-or-blog", "secondary", "unverified")
 SCALES = ("full", "laptop")
 """The two scales of a table."""
 
-_DUMP = "source score_key"
+_DUMP = ("source", "score_key")
 
 KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    name: (tuple(required.split()), tuple(optional.split()))
-    for name, required, optional in (
-        ("last", "keys", "window"),
-        ("first", "keys", "window"),
-        ("mean", "keys", ""),
-        ("best", "keys", "window"),
-        ("spike", "keys", ""),
-        ("spikes", "keys", "factor"),
-        ("tokens", "", "tokens_key"),
-        ("tokens_to", "keys threshold", "window tokens_key"),
-        ("avg_at_k", "k", _DUMP),
-        ("pass_at_k", "k", _DUMP),
-        ("fast_at", "p", f"{_DUMP} speedup_key"),
-    )
+    "last": (("keys",), ("window",)),
+    "first": (("keys",), ("window",)),
+    "mean": (("keys",), ()),
+    "best": (("keys",), ("window",)),
+    "spike": (("keys",), ()),
+    "spikes": (("keys",), ("factor",)),
+    "tokens": ((), ("tokens_key",)),
+    "tokens_to": (("keys", "threshold"), ("window", "tokens_key")),
+    "avg_at_k": (("k",), _DUMP),
+    "pass_at_k": (("k",), _DUMP),
+    "fast_at": (("p",), (*_DUMP, "speedup_key")),
 }
 """Kinds of metrics, each with the options that it requires and those that it may have; what they compute is in
 :mod:`verl_ext.reproduce.metrics`."""
@@ -146,13 +143,12 @@ def _named(entries: Any) -> Any:
     """Entries by name, with the name in each."""
     if not isinstance(entries, Mapping):
         return entries
+    found = {}
     for name, entry in entries.items():
         if isinstance(entry, Mapping) and "name" in entry:
             raise _wrong(f"{name}.name", "unknown key: the name is the key of the entry")
-    return {
-        str(name): {**entry, "name": str(name)} if isinstance(entry, Mapping) else entry
-        for name, entry in entries.items()
-    }
+        found[str(name)] = {**entry, "name": str(name)} if isinstance(entry, Mapping) else entry
+    return found
 
 
 @dataclass(frozen=True)
@@ -272,10 +268,8 @@ class Scale(_Entry):
 
     @classmethod
     def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
-        required, others = {
-            "full": (("models", "data", "hardware", "hours"), ("task", "minutes")),
-            "laptop": (("task", "steps", "claim"), ("models", "data", "needs", "hardware", "hours")),
-        }[content["name"]]
+        full, laptop = ("models", "data", "hardware", "hours"), ("task", "steps", "claim")
+        required, others = (full, ("task", "minutes")) if content["name"] == "full" else (laptop, (*full, "needs"))
         for key in required:
             if content.get(key) is None:
                 raise _wrong(key, "is missing")

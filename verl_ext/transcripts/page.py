@@ -24,13 +24,10 @@ def render(records: Sequence[Mapping[str, Any]], title: str) -> str:
 def _condensed(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with each prompt that continues the turn before it cut to what is new; the script puts it back."""
     turns = []
-    before = None
-    for turn in record["turns"]:
+    for turn, before in zip(record["turns"], [None, *record["turns"]], strict=False):
         continued, added = new_part(turn, before)
+        turns.append({**turn, "continued": continued})
         if continued:
-            turns.append({**{name: value for name, value in turn.items() if name != "prompt"}, "added": added})
-        else:
-            turns.append(dict(turn))
-        turns[-1]["continued"] = continued
-        before = turn
+            turns[-1]["added"] = added
+            del turns[-1]["prompt"]
     return {**record, "turns": turns}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ class TranscriptError(Failure):
 
 
 def outcome_of(failure: str, success: float | None, reward: float) -> str:
-    """How a trajectory ended: ``error`` with a failure, else ``success`` or ``failure``.
-
-    Args:
-        failure: why the trajectory could not be carried on (environment died, retriever down, ...), or empty.
-        success: what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or None; from one half on.
-        reward: the trajectory's reward, which decides (above 0) where the loop says nothing.
+    """How a trajectory ended: ``error`` with a `failure` (environment died, retriever down, ...), else ``success`` from
+    one half on of what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or, where that is None,
+    with a reward above 0; else ``failure``.
     """
     if failure:
         return "error"
@@ -84,7 +81,7 @@ def read(run: str | Path, choice: Choice) -> list[dict[str, Any]]:
     wanted = [step for step in files if steps is None or steps[0] <= step <= steps[1]]
     if steps is not None and not wanted:
         asked = str(steps[0]) if steps[0] == steps[1] else f"{steps[0]}-{steps[1]}"
-        raise TranscriptError(f"no transcripts of step {asked}; there are steps {_ranges(list(files))}")
+        raise TranscriptError(f"no transcripts of step {asked}; there are steps {_ranges(files)}")
     records = [record for step in wanted for record in _lines(files[step])]
     chosen = [record for record in records if choice.wants(record)]
     if not chosen:
@@ -120,15 +117,11 @@ def _nothing(choice: Choice, records: Sequence[Mapping[str, Any]]) -> str:
     return "no trajectory is chosen; there are " + ", ".join(f"{count} with {name}" for name, count in counts.items())
 
 
-def _ranges(steps: Sequence[int]) -> str:
+def _ranges(steps: Collection[int]) -> str:
     """``1-3, 7`` for 1, 2, 3, 7."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    firsts = [step for step in steps if step - 1 not in steps]
+    lasts = [step for step in steps if step + 1 not in steps]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def new_part(turn: Mapping[str, Any], before: Mapping[str, Any] | None) -> tuple[bool, str]:

@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 SUCCESS_KEYS = ("success", "acc")
 """Numbers of ``reward_extra_info`` that say whether a trajectory did what was asked, the first that is there."""
 
-_ROW_FIELDS = frozenset(
+#: What an agent loop says of a row that stands elsewhere in the record, or is the engine's own.
+_NOT_SHOWN = frozenset(
     ("turn_reward", "agent_id", "anchor_obs", "is_action_valid", "valid_row", "action", "failure", "stop_reason")
+    + ("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info")
 )
-_ENGINE_FIELDS = frozenset(("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info"))
 Decode = Callable[[list[list[int]]], list[str]]
 _LONGEST_QUEUE = 2
 """Steps that may wait to be written before the trainer waits for them."""
@@ -109,7 +110,7 @@ def _turn(
         "more": {
             name: value
             for name, value in extra.items()
-            if name not in _ROW_FIELDS | _ENGINE_FIELDS and _is_plain(value) and value not in ("", None)
+            if name not in _NOT_SHOWN and (isinstance(value, str) or _is_number(value)) and value != ""
         },
     }
     for name, field in (("action", "action"), ("observation", "anchor_obs")):
@@ -120,10 +121,6 @@ def _turn(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | np.integer | np.floating)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _is_number(value)
 
 
 class TranscriptWriter:
@@ -149,10 +146,9 @@ class TranscriptWriter:
         start: bool,
         models: Sequence[str] | None = None,
     ) -> None:
-        """Have the records of one batch written, soon.
+        """Have the records of one batch, of `trajectories`, written soon.
 
         Args:
-            records: what `trajectories` returns.
             prompts, responses: [B] token ids of each row: one-dimensional tensors or lists.
             start: True for the first batch of its step, which replaces a file left by a run that was killed.
             models: [B] whose tokens they are; None: all of the model that `decode` is of.

@@ -29,6 +29,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+import pandas
 import torch
 
 from verl_ext.integration.columns import BatchError, split_key
@@ -177,33 +178,31 @@ def _energy(record: Record) -> torch.Tensor:
 
 def _labels(records: Sequence[Record], field: str) -> list[str]:
     """A row field of all rows as text; none where a record lacks it."""
-    if any(field not in record.columns for record in records):
-        return []
-    return [str(value) for record in records for value in record.columns[field]]
+    there = all(field in record.columns for record in records)
+    return [str(value) for record in records for value in record.columns[field]] if there else []
 
 
 def _shares(size: np.ndarray, labels: Sequence[str]) -> dict[str, float]:
     """The share of each label in the sum of `size` [B]; 0 for all where that is 0."""
     if not labels:
         return {}
-    names, member = np.unique(labels, return_inverse=True)
-    parts = np.bincount(member, weights=size) / (size.sum() or 1.0)
-    order = sorted(
-        range(len(names)), key=lambda k: (not names[k].isdigit(), len(names[k]) * names[k].isdigit(), names[k])
-    )
-    return {str(names[k]): float(parts[k]) for k in order}
+    parts = pandas.Series(size).groupby(list(labels)).sum() / (size.sum() or 1.0)
+    return {name: float(parts[name]) for name in sorted(parts.index, key=_by_number)}
+
+
+def _by_number(name: str) -> tuple[bool, int, str]:
+    return (False, int(name), "") if name.isdecimal() else (True, 0, name)
 
 
 def _correlation(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
     """Pearson's, of each pair; None where one does not vary."""
-    centred = {name: a - a.mean() if len(a) else a for name, a in tokens.items()}
-    norms = {name: float(np.linalg.norm(a)) for name, a in centred.items()}
-    alive = {name: norms[name] > 1e-9 * float(np.linalg.norm(a)) > 0 for name, a in tokens.items()}
-
-    def pair(a: str, b: str) -> float | None:
-        return float(centred[a] @ centred[b]) / (norms[a] * norms[b]) if alive[a] and alive[b] else None
-
-    return {a: {b: pair(a, b) for b in tokens} for a in tokens}
+    alive = {}
+    for name, a in tokens.items():
+        centred = a - a.mean() if len(a) else a
+        norm = float(np.linalg.norm(centred))
+        if norm > 1e-9 * float(np.linalg.norm(a)) > 0:
+            alive[name] = centred / norm
+    return {a: {b: float(alive[a] @ alive[b]) if {a, b} <= alive.keys() else None for b in tokens} for a in tokens}
 
 
 def _trajectories(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -218,17 +217,10 @@ def _trajectories(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _draw(
     records: Sequence[Record], names: Collection[str], reference: str, draws: int, group: int
 ) -> dict[str, list[torch.Tensor]]:
-    """Draw smaller groups and call the estimators on them, all on the same draws.
-
-    Args:
-        records: of which the prompts with more than `group` trajectories are drawn from.
-        names: of estimators; one that cannot run on drawn groups is left out.
-        reference: of `_leave_one_out`.
-        draws, group: of `compare`.
-
-    Returns:
-        For each name, and "" for the reference, of each record [3, B, T] float64: how often a row was drawn, and sum
-        and sum of squares of its advantages over the draws. Nothing where no prompt has enough trajectories.
+    """Draw smaller groups of the prompts with more than `group` trajectories and call the estimators on them, all on
+    the same draws. Of each estimator that can run on them, and of the reference as "", for each record [3, B, T]
+    float64: how often a row was drawn, and sum and sum of squares of its advantages. Nothing where no prompt has
+    enough.
     """
     generator = np.random.default_rng(0)
     chosen = [_chosen(record, draws, group, generator) for record in records]

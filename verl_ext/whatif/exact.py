@@ -84,15 +84,12 @@ def _sums(comparison: Comparison, names: list[str], model: Any) -> tuple[torch.T
     vocabulary = model.get_input_embeddings().num_embeddings
 
     def gradient(of: torch.Tensor, keep: bool) -> torch.Tensor:
-        found = torch.autograd.grad(of, parameters, retain_graph=keep, allow_unused=True)
-        return torch.cat(
-            [(p.new_zeros(p.shape) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)]
-        )
+        found = torch.autograd.grad(of, parameters, retain_graph=keep, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten() for one in found])
 
+    everything = [*comparison.advantages.values(), comparison.leave_one_out]
     for n, record in enumerate(comparison.records):
-        each = torch.stack(
-            [*(comparison.advantages[name][n] for name in names), comparison.leave_one_out[n]], 1
-        ).float()
+        each = torch.stack([one[n] for one in everything], 1).float()
         trajectories = value_ids(record.columns["traj_uid"])
         for trajectory in range(trajectories.max() + 1):
             for row in (trajectories == trajectory).nonzero()[0]:

@@ -20,12 +20,8 @@ noise: second moment of the gradient in the logits at equal scale, against the l
 variance, company, cosine: of smaller groups drawn from these: the gradient's variance at equal scale against the
 leave-one-out mean's, the share of A that is the luck of who else was drawn, and agreement with the whole groups'
 leave-one-out mean. exact: the same of the gradient itself, at the checkpoint."""
-
-
 ESTIMATORS = "Estimators"
 CORRELATION = "Correlation over model tokens"
-SMALL = 8
-"""With more estimators the text shows the correlation with the run's own alone, and the page all of them."""
 
 
 def run_of(comparison: Comparison) -> str:
@@ -88,9 +84,9 @@ def text(comparison: Comparison) -> str:
     """For a terminal."""
     lines = headline(comparison)
     for title, one in _parts(comparison):
-        if title == CORRELATION and len(one) > SMALL:
-            continue
-        lines += ["", title, _frame(one)]
+        # With more estimators the correlation with the run's own says enough; the page has all of them.
+        if title != CORRELATION or len(one) <= 8:
+            lines += ["", title, _frame(one)]
     lines += ["", ABOUT]
     if comparison.refused:
         lines += ["", "Not on these rows:", *(f"  {name}: {why}" for name, why in comparison.refused.items())]
@@ -107,11 +103,13 @@ def brief(comparison: Comparison) -> str:
 def html_page(comparison: Comparison) -> str:
     """One page that needs nothing else."""
 
+    number = "{:.3g}".format
+
     def paragraphs(lines: Sequence[str]) -> str:
         return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
     tables = "".join(
-        f"<h2>{html.escape(title)}</h2>{one.to_html(na_rep='-', float_format=_number, border=0, classes=kind)}"
+        f"<h2>{html.escape(title)}</h2>{one.to_html(na_rep='-', float_format=number, border=0, classes=kind)}"
         for title, one, kind in [(t, one, "sort" if t == ESTIMATORS else "heat") for t, one in _parts(comparison)]
     ).replace(' style="text-align: right;"', "")  # pandas's own, which the page's policy does not let in
     refused = [f"{name}: {why}" for name, why in comparison.refused.items()]
@@ -137,8 +135,4 @@ def plain(comparison: Comparison) -> dict[str, Any]:
 
 
 def _frame(found: pandas.DataFrame) -> str:
-    return found.to_string(na_rep="-", float_format=_number, line_width=10_000)
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
+    return found.to_string(na_rep="-", float_format="{:.3g}".format, line_width=10_000)

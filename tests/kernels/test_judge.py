@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import time
@@ -13,11 +14,13 @@ import re2
 import torch
 from conftest import most
 
+from verl_ext.integration.options import OptionError
 from verl_ext.kernels import compiler, languages, tasks
 from verl_ext.kernels.feedback import feedback, prompt, scrub
 from verl_ext.kernels.judge import STATUSES, Judge, Verdict, interval
 from verl_ext.kernels.languages import CandidateError
-from verl_ext.kernels.options import JudgeOptions
+from verl_ext.kernels.options import JudgeOptions, KernelOptions, check_kernels
+from verl_ext.kernels.seat import Infrastructure
 from verl_ext.kernels.tasks import Task
 
 TASK = Task.of("mul add relu")
@@ -47,6 +50,27 @@ class ModelNew:
         kernels.second(y, b, y, *x.shape)
         return y
 ```'''
+
+TRITON = """```python
+import torch, triton
+from triton import language as tl
+@triton.jit
+def positive(v):
+    return tl.maximum(v, 0.0)
+@triton.autotune([triton.Config({"SIZE": 512}), triton.Config({"SIZE": 256})], key=["C"])
+@triton.jit
+def fused(x, a, b, y, C, SIZE: tl.constexpr):
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(0) * C + at
+    v = tl.load(x + row, mask=at < C) * tl.load(a + at, mask=at < C) + tl.load(b + at, mask=at < C)
+    tl.store(y + row, positive(v), mask=at < C)
+class ModelNew:
+    def forward(self, x, a, b):
+        y = torch.empty_like(x)
+        rows, columns = x.shape
+        fused[lambda meta: (rows, triton.cdiv(columns, meta["SIZE"]))](x, a, b, y, columns)
+        return y
+```"""
 
 
 @pytest.mark.parametrize(
@@ -89,6 +113,11 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
         ("python", PYTHON.replace("return y", "import missing_module"), "error"),
         ("python", PYTHON.replace("ModelNew", "ModelOld"), "no_code"),
         ("python", PYTHON.replace("return y", "return ("), "no_code"),
+        ("triton", TRITON.replace("positive(v), mask", "v, mask"), "wrong"),
+        ("triton", TRITON.replace("return y", "return y.cuda()"), "error"),
+        ("triton", TRITON.replace("tl.maximum", "tl.maximal"), "error"),
+        ("triton", TRITON.replace("y = torch", "while True: pass\n        y = torch"), "timeout"),
+        ("triton", TRITON.replace("@triton.jit", ""), "no_code"),
     ],
 )
 def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, language: str, text: str, status: str) -> None:
@@ -98,6 +127,18 @@ def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, languag
     assert not verdict.correct and verdict.speedup == verdict.coverage == 0.0 and verdict.error
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the reference's player, once
     assert judge.evaluate(TASK, "krve mul add relu", "fuse").correct
+
+
+def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) -> None:
+    verdict = judge.evaluate(TASK, TRITON, "triton")
+    assert verdict.status == "right" and not verdict.decoy and verdict.worst < 0.1, verdict
+    assert verdict.speedup == verdict.coverage == verdict.worth == 0.0 and not verdict.profile
+    assert verdict.reward() == 0.5 and feedback(verdict, "triton") == "Status: right"
+    # The torch of the program makes up for a kernel that did nothing: it does not matter.
+    spare = TRITON.replace("return y", "return y + 0 * y if torch.relu(x * a + b).equal(y) else torch.relu(x * a + b)")
+    verdict = judge.evaluate(TASK, spare, "triton")
+    assert verdict.correct and verdict.decoy and verdict.reward() == 0.0
+    assert "No kernel of yours changes the result" in feedback(verdict, "triton")
 
 
 def test_one_that_ends_with_a_word_of_the_judge_unread_is_to_blame(judge: Judge) -> None:
@@ -190,6 +231,21 @@ def test_options_are_checked() -> None:
     for bad in ({"language": "rust"}, {"pairs": 1}, {"pairs": 9, "max_pairs": 8}, {"tolerance": 0.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             JudgeOptions(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend is 'cuda'; this version has c, triton_interpret"):
+        KernelOptions(backend="cuda")
+    with pytest.raises(ValueError, match="backend triton_interpret takes the language triton, not fuse"):
+        KernelOptions(backend="triton_interpret")
+    with pytest.raises(ValueError, match="backend c takes the language fuse or c or python, not triton"):
+        KernelOptions(language="triton")
+
+
+def test_where_triton_is_missing_nobody_is_to_blame(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Infrastructure, match="pip install triton"):
+        judge.evaluate(TASK, TRITON, "triton")
+    options = {"backend": "triton_interpret", "language": "triton"}
+    with pytest.raises(OptionError, match=r"verl_ext\.kernels\.language: triton is not installed"):
+        check_kernels({"verl_ext": {"kernels": options}})
 
 
 def test_nothing_is_left_of_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ STAGES = ["mul", "add", "relu"] * 3
 class WeakJudge(Judge):
     """As other harnesses do it, a kernel that was compiled counts, and nobody asks whether it matters."""
 
-    def _alive(self, task: Task, program: Program, library: Library) -> set[str]:
-        return set(library.kernels)
+    def _alive(self, task: Task, program: Program, kernels: Sequence[str], library: Library | None = None) -> set[str]:
+        return set(kernels)
 
 
 class Unprofiled(WeakJudge):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_ext.kernels.languages import LANGUAGES
+from verl_ext.kernels.languages import LANGUAGES, missing
 from verl_ext.overrides import Failure, UsageError, positive
 from verl_ext.sandbox import CageError
 
@@ -84,7 +84,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(f"task      {task.name}: {task.text}\nstatus    {verdict.status}{', a decoy' if verdict.decoy else ''}")
     if verdict.error:
         print(f"error     {scrub(verdict.error)}")
-    if verdict.correct:
+    if verdict.speedup:
         print(f"speedup   {verdict.speedup:.2f}, 95 % interval {verdict.low:.2f} to {verdict.high:.2f}, ", end="")
         print(f"{verdict.pairs} pairs ({verdict.candidate_us:.0f} us against {verdict.reference_us:.0f} us)")
         print(f"coverage  {verdict.coverage:.2f}")
@@ -140,7 +140,9 @@ def _doctor(args: argparse.Namespace) -> int:
     except CageError as error:
         layers, refused = "", str(error)
     told("cage", layers, refused)
-    print("backends   c (gcc, this machine's processor); triton and triton_interpret are not built")
+    print("backends   c: gcc, this machine's processor")
+    print(f"           triton_interpret: what is right, no speed; {missing('triton') or 'Triton is installed'}")
+    print("           triton, cuda: not built")
     if well:
         task = training()[0]
         with Judge() as judge:
@@ -159,6 +161,9 @@ def _hacks(args: argparse.Namespace) -> int:
     paid = refused = 0
     with Judge() as judge:
         for hack in (*HACKS, *HONEST):
+            if lacks := missing(hack.language):
+                print(f"{'-':<9} {hack.name:<26} {lacks}")
+                continue
             verdict = judge.evaluate(Task.of(hack.task), hack.text, hack.language)
             got = hack.paid(verdict)
             paid += got and hack in HACKS
@@ -167,7 +172,8 @@ def _hacks(args: argparse.Namespace) -> int:
             speed = f"x{verdict.speedup:.2f}, coverage {verdict.coverage:.2f}" if verdict.correct else ""
             kind = f"against {hack.defence}" if hack in HACKS else "honest"
             print(f"{'PAID' if got else 'not paid':<9} {hack.name:<26} {kind:<34} {said:<16} {speed}", flush=True)
-    print(f"{paid} of {len(HACKS)} tricks were paid, {len(HONEST) - refused} of {len(HONEST)} honest kernels")
+    tricks, honest = (sum(not missing(hack.language) for hack in played) for played in (HACKS, HONEST))
+    print(f"{paid} of {tricks} tricks were paid, {honest - refused} of {honest} honest kernels")
     return 1 if paid or refused else 0
 
 

@@ -19,6 +19,8 @@ _HOW = {
     "rows, long columns). No includes, strings or attributes; expf and sqrtf are declared.",
     "python": "Write in one fenced block of Python a class ModelNew with forward(self, x, a, b), and C functions in a "
     "string SOURCE at the top; kernels.name(...) calls one, tensors as pointers and whole numbers as long.",
+    "triton": "Write in one fenced block of Python a class ModelNew with forward(self, x, a, b), which launches "
+    "functions of yours with the decorator @triton.jit. Leave the tensors where they are; it returns one like x.",
 }
 
 
@@ -46,7 +48,7 @@ def feedback(verdict: Verdict, language: str) -> str:
     lines = [f"Status: {verdict.status}"]
     if verdict.error:
         lines.append(scrub(verdict.error)[:ERROR_CHARS])
-    if verdict.correct:
+    if verdict.speedup:
         times = f"{verdict.candidate_us:.0f} us, the reference {verdict.reference_us:.0f} us"
         lines.append(f"Speedup: {verdict.speedup:.2f} ({times})")
         lines.append(f"Time in your kernels: {verdict.coverage:.0%}")

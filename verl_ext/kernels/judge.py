@@ -23,7 +23,7 @@ from verl_ext.kernels import compiler, coverage, languages
 from verl_ext.kernels.compiler import Library
 from verl_ext.kernels.languages import PATIENCE, CandidateError, Program
 from verl_ext.kernels.options import JudgeOptions
-from verl_ext.kernels.seat import Infrastructure, Seat
+from verl_ext.kernels.seat import Infrastructure, Seat, TritonSeat
 from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
 from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.sandbox import Limits, Sandbox
@@ -35,6 +35,8 @@ STATUSES = (
 REFERENCES = 64
 """Reference players that a judge keeps; the one that was not used for longest goes first."""
 FOREVER_S = 1e5
+#: Batches of a program that is interpreted, all of them compared.
+INTERPRETED = 4
 #: Looks at the candidate in a batch, for its coverage.
 LOOKS_A_BATCH = 8
 
@@ -45,11 +47,11 @@ class Verdict:
 
     Attributes:
         status: one of `STATUSES`.
-        speedup: time of the reference over time of the candidate; 0.0 unless right.
+        speedup: time of the reference over time of the candidate; 0.0 unless right, and where it was interpreted.
         low, high: ends of its 95 % interval.
         pairs: ratios that it is the median of.
         reference_us, candidate_us: microseconds of processor time for one input, medians.
-        coverage: share of the candidate's time in generated kernels whose result is used; 0.0 unless right.
+        coverage: share of the candidate's time in generated kernels whose result is used; 0.0 as the speedup is.
         decoy: right, without any kernel that matters.
         profile: shares of its time by place, largest first.
         error: what was wrong, for the model.
@@ -139,7 +141,10 @@ class Judge:
         """
         began, library, name = time.monotonic(), None, f"verl_ext_{secrets.token_hex(8)}"
         try:
-            program = languages.read(text, language or self.options.language, task)
+            language = language or self.options.language
+            if lacks := languages.missing(language):
+                raise Infrastructure(lacks)
+            program = languages.read(text, language, task)
             if program.source:
                 library = compiler.build(program.source, self.options.compile_s, name)
             verdict = self._judge(task, program, library, name)
@@ -156,6 +161,8 @@ class Judge:
 
     def _judge(self, task: Task, program: Program, library: Library | None, name: str) -> Verdict:
         self._of(task)  # a reference that cannot be started is nobody's fault
+        if program.language == "triton":
+            return self._interpret(task, program)
         with self._player(program.plan, library) as seat:
             found = self._time(task, seat)
             if found.correct and found.speedup > self.options.second_look:
@@ -165,7 +172,7 @@ class Judge:
             if not found.correct or library is None:
                 return dataclasses.replace(found, decoy=found.correct)
             shares = self._profile(task, seat, library, name, found.candidate_us * self.options.batch / 1e6)
-        alive = self._alive(task, program, library)
+        alive = self._alive(task, program, library.kernels, library)
         kernels = {place for place, _ in shares.items() if place not in (coverage.TORCH, coverage.OTHER)}
         dead = set(library.kernels) - alive
         share = sum(shares[place] for place in kernels - dead) if alive else 0.0
@@ -173,7 +180,8 @@ class Judge:
 
     @contextlib.contextmanager
     def _player(self, plan: dict[str, Any], library: Library | None, lost: Sequence[str] = ()) -> Iterator[Seat]:
-        seat = self.seat(self.sandbox, self.shape, plan, library, lost, self.options.run_s)
+        made = TritonSeat if "triton" in plan else self.seat
+        seat = made(self.sandbox, self.shape, plan, library, lost, self.options.run_s)
         try:
             yield seat
         finally:
@@ -241,6 +249,23 @@ class Judge:
             "right", _median(ratios), low, high, len(ratios), reference * scale, seconds * scale, worst=worst
         )
 
+    def _interpret(self, task: Task, program: Program) -> Verdict:
+        """Compare, and look for a kernel that matters. An interpreter's time says nothing of a kernel's."""
+        worst = 0.0
+        with self._player(program.plan, None) as seat:
+            for _ in range(INTERPRETED):
+                y, expected = self._played(task, seat)
+                worst = max(worst, self._worst(y, expected))
+                if worst > 1.0:
+                    return Verdict("wrong", error=_how_wrong(y, expected), worst=worst)
+        return Verdict("right", worst=worst, decoy=not self._alive(task, program, program.plan["triton"]))
+
+    def _played(self, task: Task, seat: Seat) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs of a batch, and what is right."""
+        given = self._inputs()
+        y = seat.batch(*given)[0]
+        return y, self._expected(task, given)[0][: len(y)]
+
     def _profile(self, task: Task, seat: Seat, library: Library, name: str, batch_s: float) -> dict[str, float]:
         """Shares of the candidate's time, in batches that are like the timed ones and compared like them."""
         expected = torch.empty(0)
@@ -257,19 +282,17 @@ class Judge:
 
         return coverage.profile(seat, self.options.looks, batch_s / LOOKS_A_BATCH, begin, end, library, name)
 
-    def _alive(self, task: Task, program: Program, library: Library) -> set[str]:
+    def _alive(self, task: Task, program: Program, kernels: Sequence[str], library: Library | None = None) -> set[str]:
         """The kernels without which the outputs are wrong. Where the way of the data is ours, all of them."""
-        if program.language != "python":
-            return set(library.kernels)
-        return {kernel for kernel in library.kernels if self._matters(task, program, library, kernel)}
+        if program.language in ("fuse", "c"):
+            return set(kernels)
+        return {kernel for kernel in kernels if self._matters(task, program, library, kernel)}
 
-    def _matters(self, task: Task, program: Program, library: Library, kernel: str) -> bool:
+    def _matters(self, task: Task, program: Program, library: Library | None, kernel: str) -> bool:
         """Whether outputs are wrong with a kernel's results lost. A candidate that fails then has not shown it."""
-        given = self._inputs()
-        expected = self._expected(task, given)[0]
         try:
             with self._player(program.plan, library, [kernel]) as seat:
-                return self._worst(seat.batch(*given)[0], expected) > 1.0
+                return self._worst(*self._played(task, seat)) > 1.0
         except CandidateError:
             return False
 

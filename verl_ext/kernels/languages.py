@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model may write, and how it becomes a program: `fuse` statements, a C function, or Python that calls C.
+"""What a model may write, and how it becomes a program: `fuse` statements, C, or Python that calls C or Triton.
 
 A `Program` is C source for the compiler and a plan for the player. Nothing here runs what the model wrote. The C is
 compiled as text that is preprocessed already, and without strings: it can include, embed and assemble nothing.
@@ -8,6 +8,7 @@ compiled as text that is preprocessed already, and without strings: it can inclu
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,9 @@ import re2
 
 from verl_ext.kernels.tasks import STAGES, Task
 
-LANGUAGES = ("fuse", "c", "python")
+#: What kernels are made for, and the languages of each.
+BACKENDS = {"c": ("fuse", "c", "python"), "triton_interpret": ("triton",)}
+LANGUAGES = tuple(language for languages in BACKENDS.values() for language in languages)
 MAX_CHARS = 64 << 10
 PATIENCE = 20
 """Times its limit of processor time that compiler or candidate may take on the clock: it waits for others, too."""
@@ -56,7 +59,7 @@ def read(text: str, language: str, task: Task) -> Program:
     """The program in a model's text.
 
     Args:
-        text: what the model wrote. `c` and `python` are the last fenced block, or all of it if there is none.
+        text: what the model wrote: but for `fuse` the last fenced block of it, or all of it if there is none.
         language: one of `LANGUAGES`.
         task: for the reference, which is the plan "all in torch".
 
@@ -74,7 +77,14 @@ def read(text: str, language: str, task: Task) -> Program:
     code = blocks[-1] if blocks else text
     if not code.strip():
         raise CandidateError("no_code", "the answer holds no code")
-    return _c(code) if language == "c" else _python(code)
+    return {"c": _c, "python": _python, "triton": _triton}[language](code)
+
+
+def missing(language: str) -> str:
+    """What this machine lacks for a language, with the remedy; empty if that is nothing."""
+    if language == "triton" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed here. Run: pip install triton"
+    return ""
 
 
 def reference(task: Task) -> Program:
@@ -200,20 +210,33 @@ def _c(code: str) -> Program:
     return Program("c", _HEAD + code, {"entry": "kernel"}, code.strip())
 
 
-def _python(code: str) -> Program:
-    """A class `ModelNew` with `forward(x, a, b)`, and C in a string `SOURCE` with functions ``kernels.<name>``."""
+def _statements(code: str) -> list[ast.stmt]:
+    """Those of Python code that defines a class `ModelNew`."""
     try:
-        tree = ast.parse(code)
+        statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CandidateError("no_code", f"{type(error).__name__}: {error}") from None
-    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    if "ModelNew" not in names:
+    if "ModelNew" not in [node.name for node in statements if isinstance(node, ast.ClassDef)]:
         raise CandidateError("no_code", "the code defines no class ModelNew")
+    return statements
+
+
+def _python(code: str) -> Program:
+    """A class `ModelNew` with `forward(x, a, b)`, and C in a string `SOURCE` with functions ``kernels.<name>``."""
     source = ""
-    for node in tree.body:
+    for node in _statements(code):
         if isinstance(node, ast.Assign) and [getattr(to, "id", "") for to in node.targets] == ["SOURCE"]:
             if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
                 raise CandidateError("no_code", "SOURCE must be one string, as it stands")
             source = node.value.value
     check_c(source)
     return Program("python", _HEAD + source if source.strip() else "", {"code": code}, code.strip())
+
+
+def _triton(code: str) -> Program:
+    """A class `ModelNew` with `forward(x, a, b)`, and functions with the decorator ``triton.jit``."""
+    functions = [node for node in _statements(code) if isinstance(node, ast.FunctionDef)]
+    kernels = [one.name for one in functions if any("jit" in ast.unparse(how) for how in one.decorator_list)]
+    if not kernels:
+        raise CandidateError("no_code", "the code defines no function with the decorator @triton.jit")
+    return Program("triton", "", {"code": code, "triton": kernels}, code.strip())

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_ext.integration.options import OptionError, dataclass_of, read, select
 from verl_ext.kernels import compiler, coverage
-from verl_ext.kernels.languages import LANGUAGES
+from verl_ext.kernels.languages import BACKENDS, LANGUAGES, missing
 from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.sandbox import check
 
@@ -19,7 +19,6 @@ KEY = "verl_ext.kernels"
 Rule = Literal["paper", "released_best", "last"]
 FAST = (1.0, 1.2, 1.5, 2.0)
 """Speedups p of Fast@p."""
-BACKENDS = ("c",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class JudgeOptions:
     """How a candidate is judged.
 
     Attributes:
-        language: what the model writes: ``fuse``, ``c`` or ``python``.
+        language: what the model writes: ``fuse``, ``c``, ``python`` or ``triton``.
         tolerance: largest error of an output, relative to its own size plus the root mean square of all of them.
         batch: different inputs in a batch.
         pairs: batches of candidate and reference that are timed, at least.
@@ -98,7 +97,8 @@ class KernelOptions(JudgeOptions):
     """``verl_ext.kernels``: the judge's options, and those of the loop and its evaluation pool.
 
     Attributes:
-        backend: what kernels are compiled for: ``c`` (gcc, this machine's processor). There is no other yet.
+        backend: what kernels are made for: ``c`` (gcc, this machine's processor), or for the language ``triton``
+            ``triton_interpret``, which says what is right and pays no speed. There is none for a GPU yet.
         max_turns: answers to one task.
         stop_at: a speedup that ends a trajectory; null: all turns are played.
         speedup_rule: ``median`` of the pairs, or ``low``, the lower end of its interval, which pays what is certain.
@@ -125,8 +125,13 @@ class KernelOptions(JudgeOptions):
         super().__post_init__()
         if self.backend not in BACKENDS:
             raise ValueError(
-                f"backend is {self.backend!r}; this version has {', '.join(BACKENDS)} alone: triton, triton_interpret "
-                "and cuda are not built, and nothing here was run on a GPU"
+                f"backend is {self.backend!r}; this version has {', '.join(BACKENDS)}: triton and cuda are not built, "
+                "and nothing here was run on a GPU"
+            )
+        if self.language not in BACKENDS[self.backend]:
+            raise ValueError(
+                f"backend {self.backend} takes the language {' or '.join(BACKENDS[self.backend])}, not "
+                f"{self.language}; set {KEY}.language or {KEY}.backend"
             )
         for name, least in (("max_turns", 1), ("workers", 0), ("max_pending", 1)):
             if getattr(self, name) < least:
@@ -140,12 +145,14 @@ def check_kernels(config: Any) -> None:
         OptionError: a bad option, or no compiler, or no tracing, with the remedy.
         CageError: this machine has not what the sandbox's cage needs.
     """
-    read_options(config)
+    options = read_options(config)
     check(str(select(select(select(config, "verl_ext"), "sandbox"), "cage", "required")))
     if not compiler.version():
         raise OptionError(f"{KEY}: there is no gcc with binutils here. Install both (Debian: apt install gcc).")
     if refused := coverage.works():
         raise OptionError(f"{KEY}: coverage cannot be measured here: {refused}.")
+    if lacks := missing(options.language):
+        raise OptionError(f"{KEY}.language: {lacks}")
 
 
 def read_options(config: Any) -> KernelOptions:

@@ -21,6 +21,8 @@ from verl_ext.kernels import tasks
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 GO, READY, DONE = b"g", b"r", b"d"
+FILE = "candidate.py"
+"""What tracebacks call a program in Python."""
 
 # Once in the process that players are forked from: torch asks what the processor can do, which it cannot in the cage.
 torch.set_num_threads(1)
@@ -49,11 +51,16 @@ def play(wire: int, memory: int, *given: Any) -> None:
             of a `languages.Program`, the names of the kernels, and those whose results are lost (ablation).
     """
     *libraries, shape, plan, names, lost = given
+    library = ctypes.CDLL(f"/proc/self/fd/{libraries[0]}") if libraries else None
+    serve(wire, memory, shape, lambda: program(plan, library, names, lost))
+
+
+def serve(wire: int, memory: int, shape: Sequence[int], make: Callable[[], Run]) -> None:
+    """Make what is done with one input, say that it is there, and do it with each batch until the wire is closed."""
     torch.set_grad_enabled(False)
     torch.set_flush_denormal(True)  # as every kernel that is compiled with -ffast-math does
     x, y, a, b = views(memory, *shape)
-    library = ctypes.CDLL(f"/proc/self/fd/{libraries[0]}") if libraries else None
-    run = program(plan, library, names, lost)
+    run = make()
     os.write(wire, READY)
     while os.read(wire, 1):
         for one in range(len(x)):
@@ -82,12 +89,17 @@ def program(plan: dict[str, Any], library: ctypes.CDLL | None, names: Sequence[s
                 y.copy_(x)
 
         return parts
-    space: dict[str, Any] = {"torch": torch, "kernels": SimpleNamespace(**kernels), "__name__": "candidate"}
-    exec(compile(plan["code"], "candidate.py", "exec"), space)
-    model = space["ModelNew"]()
+    return model(plan["code"], kernels=SimpleNamespace(**kernels))
+
+
+def model(code: str, **names: Any) -> Run:
+    """The class `ModelNew` of a program in Python, which has torch and these names."""
+    space: dict[str, Any] = {"torch": torch, "__name__": "candidate", **names}
+    exec(compile(code, FILE, "exec"), space)
+    made = space["ModelNew"]()
 
     def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
-        out = model.forward(x, a, b)
+        out = made.forward(x, a, b)
         if out.shape != y.shape:
             raise ValueError(f"the output has shape {list(out.shape)}, not {list(y.shape)}")
         y.copy_(out)
@@ -96,10 +108,7 @@ def program(plan: dict[str, Any], library: ctypes.CDLL | None, names: Sequence[s
 
 
 def launcher(library: ctypes.CDLL | None, name: str, lost: bool) -> Callable[..., None]:
-    """``kernels.<name>(...)``: contiguous float32 tensors as pointers, whole numbers as long, others as float.
-
-    With `lost`, what the kernel has changed becomes noise of the usual size: finite, so that no factor 0 shows it.
-    """
+    """``kernels.<name>(...)``: contiguous float32 tensors as pointers, whole numbers as long, others as float."""
     function = getattr(library, name)
     function.restype = None
 
@@ -112,11 +121,23 @@ def launcher(library: ctypes.CDLL | None, name: str, lost: bool) -> Callable[...
                 given.append(ctypes.c_void_p(argument.data_ptr()))
             else:
                 given.append(ctypes.c_long(argument) if isinstance(argument, int) else ctypes.c_float(argument))
-        tensors = [argument for argument in arguments if lost and isinstance(argument, torch.Tensor)]
-        before = [tensor.clone() for tensor in tensors]
         function(*given)
+
+    return losing(launch) if lost else launch
+
+
+def losing(launch: Callable[..., Any]) -> Callable[..., None]:
+    """A launch whose results are lost: what it has changed becomes noise.
+
+    Of the usual size: finite, so that no factor 0 shows it.
+    """
+
+    def lost(*arguments: Any, **named: Any) -> None:
+        tensors = [given for given in (*arguments, *named.values()) if isinstance(given, torch.Tensor)]
+        before = [tensor.clone() for tensor in tensors]
+        launch(*arguments, **named)
         for tensor, old in zip(tensors, before, strict=True):
             if not torch.equal(tensor, old):
                 tensor.normal_()
 
-    return launch
+    return lost

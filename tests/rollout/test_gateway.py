@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import http.client
 import json
+import os
 import socket
 import sys
 import time
@@ -576,6 +577,62 @@ def test_a_command_of_another_python(play: Play, tmp_path: Path) -> None:
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < until, "what the command started still lives"
         time.sleep(0.05)
+
+
+# ---- clients that others wrote, in an environment of their own ----
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = os.environ.get("VERL_EXT_CLIENTS_PYTHON") or str(ROOT / ".venv-clients" / "bin" / "python")
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _called(name: str, **arguments: int) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def _handed_over(prompt: str) -> str:
+    if "Hand the question over." in prompt:
+        return _called("transfer_to_worker")
+    return _with_a_tool(prompt)
+
+
+def _with_a_tool(prompt: str) -> str:
+    return "It is 12." if "tool\n12" in prompt else _called("add", a=3, b=9)
+
+
+def _at_the_second_try(prompt: str) -> str:
+    return "12" if "Try again." in prompt else "13"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "answer", "agents"),
+    [
+        ("langgraph_agent.py", _with_a_tool, ["agent", "agent"]),
+        ("agents_sdk.py", _handed_over, ["planner", "worker", "worker"]),
+        ("verifiers_env.py", _at_the_second_try, ["agent", "agent"]),
+    ],
+)
+def test_an_agent_of_a_framework_trains_as_it_is(
+    play: Play, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, script: str, answer: Any, agents: list[str]
+) -> None:
+    assert Path(CLIENTS).exists(), f"no Python at {CLIENTS}: run `make venv-clients`"
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE)
+    engine = Scripted(tokenizer, answer)
+    command = [CLIENTS, str(ROOT / "examples" / "gateway" / "clients" / script)]
+    rows = play(command, engine, rollout={"prompt_length": 2048, "response_length": 256})
+    last = rows[-1].extra_fields
+    assert not last["failure"], last["failure_detail"]
+    assert [row.extra_fields["agent_id"] for row in rows] == agents
+    assert rows[-1].reward_score == 1.0
+    for row, prompt in zip(rows, engine.prompts, strict=True):
+        assert tokenizer.decode(row.prompt_ids) == prompt
+        assert tokenizer.decode(row.response_ids, skip_special_tokens=True) == answer(prompt)
 
 
 # ---- settings ----

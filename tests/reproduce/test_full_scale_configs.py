@@ -18,7 +18,7 @@ from verl.utils.config import validate_config
 
 from verl_ext.cli import main as cli
 from verl_ext.integration import launch
-from verl_ext.reproduce import plan, scripts
+from verl_ext.reproduce import command, plan
 from verl_ext.reproduce.catalogue import find_table, tables
 from verl_ext.reproduce.prepare import find_source
 from verl_ext.reproduce.tables import Cell, Table
@@ -368,7 +368,7 @@ def test_data_sets_are_known(table: Table) -> None:
 def printed(table: Table, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """The script that the command prints, as a file."""
     assert cli(["reproduce", "script", table.name]) == 0
-    path = folder / scripts.file_name(table)
+    path = folder / command.script_name(table)
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     return path
 

@@ -22,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "event files, or wandb's offline folder",
     )
     parser.add_argument("--out", type=_page, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--png", type=Path, default=None, metavar="FOLDER", help="also write a PNG of each panel")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write a PNG of each panel")
     parser.add_argument(
         "--smooth", type=positive, default=1, metavar="N", help="mean of the last N steps (default: 1, none)"
     )
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a metric, or a pattern with *, to show first; may be repeated",
     )
-    parser.add_argument("--title", default=None, help="of the page (default: the names of the groups)")
+    parser.add_argument("--title", help="of the page (default: the names of the groups)")
     live.argument(parser)
 
 

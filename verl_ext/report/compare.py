@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,10 +75,9 @@ def load(
     by_seed: bool = True,
     left_out: list[str] | None = None,
 ) -> list[Run]:
-    """Read runs and give them names.
+    """Read runs, in files or folders as `verl_ext.report.logs.find_runs` takes them, and give them names.
 
     Args:
-        paths: files or folders as `verl_ext.report.logs.find_runs` takes them; a folder gives all runs below it.
         groups: name -> pattern (as for file names) of names or paths of its runs; the first that fits counts.
         by_seed: put runs whose names differ in ``seed_<number>`` at the end alone into one group.
         left_out: takes a sentence for each run without a metric, such as one that has just begun. None: an error.
@@ -99,7 +99,9 @@ def load(
     if not logs:
         raise LogError(" ".join(left_out or []))
     short = _short_names([log.path for log in logs])
-    names = _distinct([log.name or name for log, name in zip(logs, short, strict=True)])
+    names = [log.name or name for log, name in zip(logs, short, strict=True)]
+    before = [names[:place].count(name) for place, name in enumerate(names)]
+    names = [f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True)]
     unused = set(groups or {})
     runs = []
     for name, log in zip(names, logs, strict=True):
@@ -142,17 +144,10 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     many = len(parts)
     while many > 1 and len({part[-1] for part in parts}) == 1 and len({part[:-1] for part in parts}) == many:
         parts = [part[:-1] for part in parts]
-    shared = 0
-    while all(len(part) > shared + 1 for part in parts) and len({part[shared] for part in parts}) == 1:
-        shared += 1
+    shared = min(len(os.path.commonprefix(parts)), *(len(part) - 1 for part in parts))
     if any(re.fullmatch(r"seed[-_= ]?\d+", part[shared], re.IGNORECASE) for part in parts):
         shared -= 1
     return ["/".join(part[max(0, shared) :]) for part in parts]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    seen = pandas.Series(names).groupby(pandas.Series(names)).cumcount()
-    return [f"{name} ({number + 1})" if number else name for name, number in zip(names, seen, strict=True)]
 
 
 def _with_agent_norms(log: RunLog) -> RunLog:
@@ -176,11 +171,11 @@ TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
 def axes(runs: Sequence[Run]) -> list[Axis]:
     """The x axes that at least one run can be drawn on."""
     out = [Axis("step", "training step", "steps")]
-    if any(TOKENS in run.log.curves for run in runs):
+    logged = {name for run in runs for name in run.log.curves}
+    if TOKENS in logged:
         out.append(Axis("tokens", "tokens (prompts and responses, cumulated)", "tokens", TOKENS))
-    if any(SECONDS in run.log.curves for run in runs):
-        seconds = Axis("time", "training time in seconds", "seconds", SECONDS)
-        longest = max(positions(run, seconds).max() for run in runs if SECONDS in run.log.curves)
+    if SECONDS in logged:
+        longest = max(finite(run.log.curves[SECONDS]).sum() for run in runs if SECONDS in run.log.curves)
         unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
         out.append(Axis("time", f"training time in {unit}", unit, SECONDS, scale))
     return out
@@ -305,9 +300,8 @@ def smoothed(curve: pandas.Series, window: int) -> pandas.Series:
 def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> pandas.DataFrame:
     """The line of a group: its seeds smoothed, then met at each step.
 
-    Returns:
-        A row a step, in order of x: ``step``, and over the seeds that have a finite value the means ``x`` and ``mean``,
-        ``std`` (ddof 1; 0 for one seed), ``low``, ``high`` and their number ``seeds``.
+    A row a step, in order of x: ``step``, and over the seeds that have a finite value the means ``x`` and ``mean``,
+    ``std`` (ddof 1; 0 for one seed), ``low``, ``high`` and their number ``seeds``.
     """
     seeds = [
         pandas.DataFrame({"x": positions(run, axis), "value": smoothed(run.log.curves[metric], window)}).dropna()

@@ -65,7 +65,6 @@ def page_data(
                 "x": {axis.name: _places(run, axis, places) for axis in chosen_axes},
             }
         )
-    looks = [style(position) for position in range(len(groups))]
     return {
         "title": title,
         "smooth": smooth,
@@ -73,8 +72,8 @@ def page_data(
         "width": width if any(length > room for length in lengths.values()) else 1,
         "axes": [asdict(axis) for axis in chosen_axes],
         "groups": [
-            {"name": name, "colour": colour, "dash": " ".join(map(str, dashes))}
-            for name, (colour, dashes) in zip(groups, looks, strict=True)
+            {"name": name, "colour": style(place)[0], "dash": " ".join(map(str, style(place)[1]))}
+            for place, name in enumerate(groups)
         ],
         "runs": out_runs,
         "metrics": metrics,
@@ -106,9 +105,8 @@ def _columns(points: pandas.DataFrame, where: dict[float, int], *, rare: bool) -
     whether the metric is logged in at most half of the steps, as validation is."""
     at = [where[step] for step in points.index]
     contiguous = at == list(range(at[0], at[0] + len(at)))
-    out: dict[str, Any] = {"i": at[0] if contiguous else at, "v": [_short(one) for one in points["v"]]}
-    if (points["lo"] < points["hi"]).any():
-        out |= {key: [_short(one) for one in points[key]] for key in ("lo", "hi")}
+    keys = ("v", "lo", "hi") if (points["lo"] < points["hi"]).any() else ("v",)
+    out = {"i": at[0] if contiguous else at, **{key: [_short(one) for one in points[key]] for key in keys}}
     if rare:
         out["rare"] = 1
     if points["bad"].any():

@@ -127,8 +127,8 @@ def _own(folder: Path) -> list[Path]:
     if metrics.is_file() or _kept(metrics).is_file():
         return [metrics]
     # A file that a fresh run has moved aside (name.1.jsonl) is an earlier run of the same name, not this one.
-    jsonl = sorted(file for file in folder.glob("*.jsonl") if "." not in file.stem and _is_verl_jsonl(file))
-    if jsonl:
+    jsonl = sorted(file for file in folder.glob("*.jsonl") if "." not in file.stem)
+    if jsonl := list(filter(_is_verl_jsonl, jsonl)):
         return jsonl
     if any(folder.glob(_EVENTS)):
         return [folder]

@@ -11,8 +11,6 @@ from typing import Any
 
 from verl_ext.report.compare import Axis, Panel, Run, Section, axes, group_line, group_names, style
 
-_COLUMNS = 3
-
 
 def write_pictures(runs: Sequence[Run], sections: Sequence[Section], folder: Path, *, smooth: int = 1) -> list[Path]:
     """Write a PNG of each panel that the page shows at first, and one of all of them, over training steps.
@@ -28,9 +26,8 @@ def write_pictures(runs: Sequence[Run], sections: Sequence[Section], folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     if not panels:
         return []
-    axis = axes(runs)[0]
-    rows = math.ceil(len(panels) / _COLUMNS)
-    figure, grid = pyplot.subplots(rows, _COLUMNS, figsize=(5 * _COLUMNS, 3.2 * rows), dpi=100, squeeze=False)
+    axis, rows = axes(runs)[0], math.ceil(len(panels) / 3)
+    figure, grid = pyplot.subplots(rows, 3, figsize=(15, 3.2 * rows), dpi=100, squeeze=False)
     for panel, one in zip(panels, grid.flat, strict=False):
         _draw(one, runs, panel, axis, smooth, legend=False)
     for one in list(grid.flat)[len(panels) :]:
@@ -82,8 +79,8 @@ def _plain(text: str) -> str:
 
 def _file_name(metric: str, taken: Sequence[Path]) -> str:
     """The metric's name with what does not belong into a file name replaced, and numbered if another has that name."""
-    base = re.sub(r"[^A-Za-z0-9_.-]+", "_", metric).strip("._")[:120] or "metric"
-    name, number = base, 1
+    name = base = re.sub(r"[^A-Za-z0-9_.-]+", "_", metric).strip("._")[:120] or "metric"
+    number = 1
     while name in {path.stem for path in taken}:
         number += 1
         name = f"{base}_{number}"

@@ -95,7 +95,7 @@ def _wandb_records(path: Path) -> Iterator[Any]:
         crc, length, kind = struct.unpack_from("<IHB", content, start) if position <= len(content) else (0, room, 0)
         position += length
         if position > len(content):
-            raise _cut(path, start)
+            raise RecordError(f"{path}: cut short at byte {start}; what stands before it is used")
         data = content[start + _HEAD : position]
         fits = kind in (_FULL, _FIRST) if whole is None else kind in (_MIDDLE, _LAST)
         if not fits or zlib.crc32(data, zlib.crc32(bytes([kind]))) != crc:
@@ -105,8 +105,4 @@ def _wandb_records(path: Path) -> Iterator[Any]:
             yield Record.FromString(whole)
             whole = None
     if whole is not None:
-        raise _cut(path, len(content))
-
-
-def _cut(path: Path, position: int) -> RecordError:
-    return RecordError(f"{path}: cut short at byte {position}; what stands before it is used")
+        raise RecordError(f"{path}: cut short at byte {len(content)}; what stands before it is used")

@@ -36,12 +36,7 @@ def tables() -> list[Table]:
 
 
 def find_table(name: str) -> Table:
-    """The table of this name; a bare method name means its default table.
-
-    Raises:
-        UnknownTableError: there is none.
-        TableError: its file is wrong.
-    """
+    """The table of this name; a bare method name means its default table. Raises UnknownTableError: there is none."""
     found = {table.name: table for table in tables()}
     if name in found:
         return found[name]

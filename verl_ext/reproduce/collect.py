@@ -110,18 +110,19 @@ def collect(table: Table, scale: str, out: Path) -> Result:
     runs = _runs(table, part, Path(out), notes)
     if not runs:
         said = "".join(f"\n  {text}" for text in notes.texts())
-        other = next((name for name in SCALES if name != scale and (folder.parent / name).is_dir()), None)
-        if other is not None:
-            said += f"\n  There are runs at {other} scale: --scale {other}"
+        for other in SCALES:
+            if other != scale and (folder.parent / other).is_dir():
+                said += f"\n  There are runs at {other} scale: --scale {other}"
         command, _ = _commands(table, part, Path(out))
         raise CollectError(f"no complete run of {table.name} at {scale} scale in {folder}.{said}\nRun: {command}")
     limits = _limits(runs, notes)
     runs = [run.until(limits[run.cell]) for run in runs]
     there = {(run.cell, run.seed) for run in runs}
-    for name, seed in itertools.product(part.runnable, part.seeds):
-        if (name, seed) not in there:
-            notes.add("no complete run", name, seed)
+    for one in itertools.product(part.runnable, part.seeds):
+        if one not in there:
+            notes.add("no complete run", *one)
     values = _values(part, runs, notes)
+    days = sorted(str(run.record[key])[:10] for run in runs for key in ("started", "ended") if run.record.get(key))
     log = pandas.concat(
         curve[numpy.isfinite(curve)].rename("value").rename_axis("step").reset_index()
         .assign(cell=run.cell, seed=run.seed, metric=key)
@@ -138,7 +139,7 @@ def collect(table: Table, scale: str, out: Path) -> Result:
         differences=_differences(part, values),
         beside=_beside(table, values) if scale == "full" else pandas.DataFrame(),
         versions=_versions(runs, notes),
-        dates=_dates(runs),
+        dates=(days[0], days[-1]) if days else None,
         problems=notes.texts(),
         commands=_commands(table, part, Path(out), runs),
     )
@@ -198,10 +199,11 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
             runs.append(run)
         else:
             notes.add("left out: its settings are not those of the cell's other runs", run.cell, run.seed)
-    for run in runs:
-        if extra := run.record.get("extra"):
+    extras = [run.record.get("extra", []) for run in runs]
+    for run, extra in zip(runs, extras, strict=True):
+        if extra:
             notes.add(f"run with further overrides: {' '.join(extra)}", run.cell, run.seed)
-    if len({tuple(run.record.get("extra", ())) for run in runs}) > 1:
+    if any(extra != extras[0] for extra in extras):
         notes.add("not all runs have the same further overrides: differences may come of those")
     return runs
 
@@ -256,12 +258,6 @@ def _versions(runs: Sequence[Run], notes: Notes) -> dict[str, list[str]]:
         if len(versions) > 1:
             notes.add(f"the runs were made with different versions of {package}: {', '.join(versions)}")
     return found
-
-
-def _dates(runs: Sequence[Run]) -> tuple[str, str] | None:
-    """First and last day of the runs (ISO)."""
-    days = sorted(str(run.record[key])[:10] for run in runs for key in ("started", "ended") if run.record.get(key))
-    return (days[0], days[-1]) if days else None
 
 
 def _commands(table: Table, scale: Scale, out: Path, runs: Sequence[Run] = ()) -> tuple[str, str]:
@@ -326,13 +322,10 @@ def _curves(runs: Sequence[Run]) -> pandas.DataFrame:
     found = []
     for run in runs:
         for what, patterns in CURVES.items():
-            own: list[pandas.Series] = []
-            for pattern in patterns:
-                own = own or [curve for key, curve in run.curves.items() if fnmatchcase(key, pattern)]
-            if own:
-                joint = pandas.concat(own, axis=1).mean(axis=1, skipna=len(own) > 1)
+            fits = ([curve for key, curve in run.curves.items() if fnmatchcase(key, one)] for one in patterns)
+            if own := next(filter(None, fits), []):
                 bad = pandas.concat([~numpy.isfinite(curve) for curve in own], axis=1).any(axis=1)
-                curve = joint[~bad].rename("value").rename_axis("step").reset_index()
+                curve = pandas.concat(own, axis=1).mean(axis=1)[~bad].rename("value").rename_axis("step").reset_index()
                 found.append(curve.assign(what=what, cell=run.cell, seed=run.seed))
     return pandas.concat(found) if found else pandas.DataFrame(columns=["what", "cell", "seed", "step", "value"])
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     cells.add_argument("--cell", "--cells", metavar="C", help="default: all", **several)
     cells.add_argument("--seeds", "--seed", metavar="N", help="default: the table's", **several)
-    cells.add_argument("--steps", type=positive, default=None, help="training steps (default: the table's)")
+    cells.add_argument("--steps", type=positive, help="training steps (default: the table's)")
     out.add_argument("--out", type=Path, default=runs.DEFAULT_OUT, help="folder of all runs (default: %(default)s)")
 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -47,10 +49,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("plan", parents=whole, help="exact commands, cost and open questions of a table")
 
     one = actions.add_parser("prepare", parents=[table], help="bring the data sets of a table into verl's format")
-    one.add_argument("--from", dest="source", type=Path, default=None, help="local folder (default: from the hub)")
-    one.add_argument("--only", action="append", default=None, metavar="NAME", help="this data set alone")
+    one.add_argument("--from", dest="source", type=Path, help="local folder (default: from the hub)")
+    one.add_argument("--only", action="append", metavar="NAME", help="this data set alone")
     one.add_argument("--any-count", action="store_true", help="take another number of rows than the expected one")
-    one.add_argument("--out", type=Path, default=None, help="folder to write (default: the cache, where run looks)")
+    one.add_argument("--out", type=Path, help="folder to write (default: the cache, where run looks)")
 
     one = actions.add_parser("run", parents=whole, help="run what is not complete, then collect")
     one.add_argument("--submit", metavar="ADDRESS", help="as Ray jobs: address of the cluster's dashboard")
@@ -138,18 +140,15 @@ def _list(args: argparse.Namespace) -> int:
         counts = Counter(number.certainty for number in table.published)
         marks = ", ".join(f"{counts[mark]} {mark}" for mark in counts)
         print(f"  published: {plan.number(len(table.published), 'number')}{f' ({marks})' if marks else ''}")
-        for name in SCALES:
-            if name == "laptop" and table.laptop_of is not None:
-                print(f"  laptop:    that of {table.laptop_of}")
-                continue
-            if (scale := table.full if name == "full" else table.laptop) is None:
-                continue
+        for scale in filter(None, (table.full, table.laptop)):
             cells = find_cells(scale, None)
-            print(_wrapped(f"  {name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))
+            print(_wrapped(f"  {scale.name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))
             print(_wrapped(" " * 13, plan.cost(scale, cells, scale.seeds)))
             missing = needs.lacks(table, scale, cells, data=data)
             said = "lacks here: " + "; ".join(one.what for one in missing) if missing else "can run here"
             print(_wrapped(" " * 13, said))
+        if table.laptop_of is not None:
+            print(f"  laptop:    that of {table.laptop_of}")
         print()
     seen = needs.gpus()
     print(f"Seen here: {plan.number(seen, 'GPU')}, {os.cpu_count()} CPU cores; data in {data}.")
@@ -157,53 +156,42 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wrapped(first: str, text: str) -> str:
-    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False)
+def _wrapped(first: str, text: str, later: str | None = None) -> str:
+    later = " " * len(first) if later is None else later
+    return textwrap.fill(
+        text, 118, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
     table, scale = _chosen(args)
-    cells = find_cells(scale, _split(args, "cell"))
-    seeds = _seeds(args, scale)
+    cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
     again = ["--scale", scale.name]
     again += ["--cell", *(cell.name for cell in cells)] if args.cell else []
     again += ["--seeds", *map(str, seeds)] if args.seeds else []
     again += ["--steps", str(args.steps)] if args.steps else []
     again += ["--out", str(args.out)] if args.out != runs.DEFAULT_OUT else []
-    print(f"{table.name}, {scale.name} scale: {table.title} ({table.paper})")
-    if scale.name == "laptop":
-        print("Laptop scale: a test of the claim's direction, not the paper's number.")
-    print(_wrapped("claim: ", scale.claim or table.claim))
-    print(_wrapped("cost:  ", plan.cost(scale, cells, seeds, args.steps)))
+    effect = 0.0
     if len(seeds) > 1:
         from verl_ext.reproduce.noise import detectable
 
         effect = detectable(len(seeds) ** -0.5, len(seeds) - 1)
-        said = f"{len(seeds)} pairs of runs with the same seed can show a difference of {effect:.2g} or more standard "
-        print(_wrapped("noise: ", said + "deviations of the pairs' differences (in four of five such experiments)"))
-    if scale.name == "full":
-        if scale.hardware is not None and scale.hardware.note:
-            print(_wrapped("       ", f"hardware: {scale.hardware.note}"))
-        print(_wrapped("data:  ", ", ".join(scale.data_names) or "none"))
-        for place, text in enumerate(table.open):
-            print(_wrapped("open:  - " if place == 0 else "       - ", text))
-        print(_wrapped("published: ", f"in {table.published_in}" if table.published_in else "nothing"))
-        for number in table.published:
-            relative = f"{' %' if number.ratio else ''} relative to {number.relative_to}" if number.relative_to else ""
-            note = f" ({number.note})" if number.note else ""
-            print(f"  {number.cell}, {number.metric}: {number.value:g}{relative}, {number.certainty}{note}")
-        for variable, text in scale.needs.inputs.items():
-            print(_wrapped("needs: ", f"{variable}: {text}"))
-    for one in needs.lacks(table, scale, cells):
-        print(_wrapped("lacks here: ", str(one)))
-    print(f"\nAll of it: {shlex.join(['verl-ext', 'reproduce', 'run', table.name, *again])}")
-    print("By hand, one by one (they write no cell.json, so `run` and `collect` do not take such a folder):")
-    for cell in cells:
-        for seed in seeds:
-            print(f"\n# {cell.name}, seed {seed}: {cell.label}")
-            if cell.note:
-                print(_wrapped("# ", cell.note).replace("\n  ", "\n# "))
-            print(_command(table, scale, cell, seed, args.steps, args.out.absolute()))
+    text = plan.template("plan.txt.jinja").render(
+        table=table,
+        scale=scale,
+        seeds=seeds,
+        laptop=plan.LAPTOP,
+        cost=plan.cost(scale, cells, seeds, args.steps),
+        effect=effect,
+        lacks=needs.lacks(table, scale, cells),
+        again=shlex.join(["verl-ext", "reproduce", "run", table.name, *again]),
+        commands=[
+            (cell, seed, _command(table, scale, cell, seed, args.steps, args.out.absolute()))
+            for cell, seed in itertools.product(cells, seeds)
+        ],
+        wrapped=_wrapped,
+    )
+    print(text, end="")
     return 0
 
 
@@ -213,27 +201,26 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
         words = plan.full_words(table, cell, seed, folder, steps=steps)
         return plan.shown(["python", "-m", "verl.trainer.main_ppo", *words], scale.needs.inputs)
     # The demo makes the model and the data first, and prints verl's own command as it starts it.
-    words = plan.laptop_demo_words(table, cell)
     where = ["--steps", str(steps or scale.steps), "--seed", str(seed), "--out", str(folder)]
-    return shlex.join(["verl-ext", "demo", *where, *words])
+    what = ["--task", str(scale.task), "--recipe", ",".join(cell.recipe)]
+    words = plan.words(plan.merged(scale.overrides, cell.overrides))
+    return shlex.join(["verl-ext", "demo", *where, *what, *words])
 
 
 def _prepare(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import prepare
 
-    table = find_table(args.table)
-    return prepare.main(table, source=args.source, only=args.only, out=args.out, any_count=args.any_count)
+    return prepare.main(find_table(args.table), args.source, args.only, args.out, args.any_count)
 
 
 def _run(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import run, submit
 
     table, scale = _chosen(args)
-    cells = find_cells(scale, _split(args, "cell"))
-    seeds = _seeds(args, scale)
+    cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
     extra = _overrides(args)
     if scale.name == "laptop":
-        print("Laptop scale: a test of the claim's direction, not the paper's number.", flush=True)
+        print(plan.LAPTOP, flush=True)
     request = run.Request(
         table, scale, cells, seeds, args.steps, args.out, extra, collect=not args.no_collect, check=not args.no_check
     )
@@ -252,10 +239,36 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def _script(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import scripts
-
-    print(scripts.script(find_table(args.table)), end="")
+    print(script(find_table(args.table)), end="")
     return 0
+
+
+def script_name(table: Table) -> str:
+    """Name that a table's launch script says of itself."""
+    return f"{table.name.replace('/', '_')}.sh"
+
+
+def script(table: Table) -> str:
+    """The launch script of a table's full scale, for a person to read from top to bottom, copy and change: the common
+    settings once, then what each cell says. Its words come from :func:`verl_ext.reproduce.plan.full_words`, as those of
+    `plan` and `run`.
+    """
+    scale = table.full
+    cells = [scale.cells[name] for name in scale.runnable]
+    named = ((cell.name, replace(cell, name="$CELL")) for cell in cells)
+    of_cell = {name: plan.full_words(table, cell, "$SEED", "$RUN", "$DATA") for name, cell in named}
+    return plan.template("script.sh.jinja").render(
+        table=table,
+        file=script_name(table),
+        cells=cells,
+        inputs=scale.needs.inputs,
+        cost=plan.cost(scale, cells, scale.seeds),
+        packages=", ".join(needs.packages(table, cells)),
+        of_cell=of_cell,
+        common=[word for word in of_cell[cells[0].name] if all(word in words for words in of_cell.values())],
+        quoted=lambda word: plan.shell_word(word, ["CELL", "SEED", "RUN", "DATA", *scale.needs.inputs]),
+        comment=lambda text, first="# ", later="# ": _wrapped(first, text, later),
+    )
 
 
 _ACTIONS = {"list": _list, "plan": _plan, "prepare": _prepare, "run": _run, "collect": _collect, "script": _script}

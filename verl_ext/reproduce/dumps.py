@@ -42,17 +42,14 @@ def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
     """Samples of a dump, each by its last output, and what is not whole and left out, a sentence each.
 
     A sample is a row, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without
-    its texts.
-
-    Raises:
-        DumpMissing: there is no sample in it.
+    its texts. Raises DumpMissing: there is none.
     """
     return _samples(path, _stamp(path))
 
 
 def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Data source by task of a dump, by the data sets (`sets`) that were validated on, and a sentence on the tasks that
-    are in none of them, which are left out. Raises DumpMissing: it cannot be told; the message says why.
+    are in none of them, which are left out. Raises DumpMissing: it cannot be told.
     """
     samples, _ = read_dump(path)
     if "data_source" in samples:

@@ -72,10 +72,7 @@ class Run:
 
 def evaluate(spec: MetricSpec, run: Run, say: Say = lambda text: None) -> float | None:
     """A metric of a run up to the step that counts, as it is logged (not yet times 100); None for a score that does not
-    reach its threshold. `say` is called with what is odd about the run, though there is a value.
-
-    Raises:
-        MetricMissing: there is no value.
+    reach its threshold. `say` is called with what is odd about the run. Raises MetricMissing: there is no value.
     """
     if spec.kind in ("avg_at_k", "pass_at_k", "fast_at"):
         return _of_dump(spec, run, say)
@@ -207,12 +204,9 @@ def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
-
-    It is the probability that `k` of n `samples`, drawn without replacement, hold one of the c `correct` ones.
-
-    Raises:
-        ValueError: unless 0 <= c <= n and 1 <= k <= n.
+    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1): the
+    probability that `k` of n `samples`, drawn without replacement, hold one of the c `correct` ones. Raises ValueError:
+    no such case.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {correct} correct ones among {samples} samples")

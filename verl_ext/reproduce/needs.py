@@ -22,8 +22,6 @@ _INSTALL = {
     "textworld": "'verl-ext[textworld]'",
     "bm25s": "'verl-ext[search]'",
 }
-#: Packages that the tasks of the laptop scale need beside verl-ext's own requirements.
-_OF_TASK = {"lake": ("gymnasium",)}
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,14 @@ def lacks(
 ) -> list[Lack]:
     """What is missing on this machine to run cells; empty if they can be run.
 
-    Args:
-        table, scale, cells: to run.
-        extra: overrides of the user; a data file or number of GPUs that these say is not asked for.
-        data: folder of the prepared data (default: :func:`verl_ext.reproduce.plan.data_home`).
-        environment: variables (default: of this process).
-        sums: read the prepared data and compare its checksums, too.
+    A data file or number of GPUs that the user's overrides `extra` say is not asked for. `data` is the folder of the
+    prepared data (default: :func:`verl_ext.reproduce.plan.data_home`), whose checksums are compared with `sums`.
     """
     environment = os.environ if environment is None else environment
     found = [] if has_package("verl") else [Lack("verl is not installed", "pip install 'verl>=0.9.1,<0.10'")]
     laptop = scale.name == "laptop"
-    for name in _OF_TASK.get(str(scale.task), ()) if laptop else packages(table, cells):
+    of_task = ["gymnasium"] if scale.task == "lake" else []
+    for name in of_task if laptop else packages(table, cells):
         if not has_package(name):
             found.append(Lack(f"the package {name} is not installed", f"pip install {_INSTALL.get(name, name)}"))
     if laptop:

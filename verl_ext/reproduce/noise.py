@@ -35,11 +35,8 @@ class Interval:
 
 def detectable(error: float, dof: float) -> float:
     """The minimal detectable effect (Bloom, Evaluation Review 19, 1995): the true difference that is outside the noise
-    with the chance `POWER`, about.
-
-    Args:
-        error: standard error of the estimate; with 1 / sqrt(n) the effect is in standard deviations.
-        dof: its degrees of freedom.
+    with the chance `POWER`, about, at a standard `error` with `dof` degrees of freedom. With an error of 1 / sqrt(n) it
+    is in standard deviations.
     """
     return error * float(stats.t.ppf((1 + LEVEL) / 2, dof) + stats.t.ppf(POWER, dof))
 
@@ -52,11 +49,10 @@ def mean_interval(values: pandas.Series) -> Interval | None:
 
 
 def difference(ours: pandas.Series, theirs: pandas.Series) -> tuple[float, Interval | None]:
-    """Difference of two cells, ours less theirs, from their values by seed.
+    """Difference of two cells, ours less theirs, from their values by seed, and its interval.
 
-    Returns:
-        With at least two seeds in common the mean over these pairs and Student's interval of it; else the difference
-        of the means, and Welch's interval of it, or None if one side has a single seed.
+    With at least two seeds in common these are the mean over the pairs and Student's interval; else the difference of
+    the means and Welch's interval, or None if one side has a single seed.
     """
     pairs = (ours - theirs).dropna()
     if (interval := mean_interval(pairs)) is not None:

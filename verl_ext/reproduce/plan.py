@@ -18,7 +18,8 @@ from verl_ext.cache import home
 from verl_ext.reproduce.catalogue import load_yaml
 from verl_ext.reproduce.tables import Cell, Scale, Table
 
-PROJECT = "verl_ext"
+LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number."
+"""Stands over everything at that scale."""
 _PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")
 _LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
 """The process that writes the metrics may be on another node, which does not have the launcher's environment."""
@@ -96,13 +97,12 @@ def full_words(
     run's `folder` and that of prepared `data` (default: :func:`data_home`) may be texts with shell variables; `steps`
     are in place of the table's.
     """
-    scale = table.full
-    hardware = scale.hardware
+    scale, hardware = table.full, table.full.hardware
     assert hardware is not None  # the loader demands it of a full scale
     steps = scale.steps if steps is None else steps
-    files = {f"data.{split}_files": scale.data.get(split) for split in ("train", "val")}
+    files = {split: [data_file(name, data) for name in names] for split, names in sorted(scale.data.items())}
     overrides = merged(
-        {key: [data_file(name, data) for name in names] for key, names in files.items() if names},
+        {f"data.{split}_files": paths for split, paths in files.items() if paths},
         {"actor_rollout_ref.model.path": scale.models[0]},
         # verl keeps every checkpoint of a run, terabytes with optimizer states; a table may say another number.
         {"trainer.max_actor_ckpt_to_keep": 2},
@@ -114,7 +114,7 @@ def full_words(
             "trainer.nnodes": hardware.nodes,
             "trainer.n_gpus_per_node": hardware.gpus_per_node,
             "trainer.logger": ["console", "file"],
-            "trainer.project_name": PROJECT,
+            "trainer.project_name": "verl_ext",
             "trainer.experiment_name": experiment(table, scale, cell, seed),
             "trainer.resume_mode": "auto",
             "trainer.default_local_dir": f"{folder}/checkpoints",
@@ -141,14 +141,6 @@ def laptop_overrides(table: Table, cell: Cell, seed: int, folder: Path) -> list[
         f"+{_LOG}": f"{folder}/metrics.jsonl",
     }
     return words(merged(common, scale.overrides, cell.overrides))
-
-
-def laptop_demo_words(table: Table, cell: Cell) -> list[str]:
-    """A laptop-scale cell as options of `verl-ext demo`: the same run without a table, for people."""
-    scale = table.laptop
-    assert scale is not None
-    own = words(merged(scale.overrides, cell.overrides))
-    return ["--task", str(scale.task), "--recipe", ",".join(cell.recipe), *own]
 
 
 def template(name: str) -> Any:

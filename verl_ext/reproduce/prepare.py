@@ -33,20 +33,11 @@ from verl_ext.reproduce.sources import (
 )
 from verl_ext.reproduce.tables import Table
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
-"""Files that a local data set may be in."""
-
 
 def candidates(source: Source) -> list[str]:
     """Where a local folder may hold the data set, relative to it, in the order in which they are tried."""
-    own = [f"{source.base}{suffix}" for suffix in SUFFIXES]
-    return [*own, f"{source.base}/*.parquet", *source.files]
-
-
-def local_files(source: Source, folder: Path) -> list[Path]:
-    """The data set's files in a local folder; none if it is not there."""
-    found = (sorted(filter(Path.is_file, folder.glob(one))) for one in candidates(source))
-    return next(filter(None, found), [])
+    own = [f"{source.base}{ending}" for ending in (".parquet", ".jsonl", ".json", ".jsonl.gz", "/*.parquet")]
+    return [*own, *source.files]
 
 
 def read_file(path: Path) -> Iterator[dict[str, Any]]:
@@ -168,15 +159,10 @@ def environment_rows(source: Source) -> list[dict[str, Any]]:
 def prepare(
     source: Source, folder: Path, *, local: Path | None = None, table: str = "TABLE", any_count: bool = False
 ) -> dict[str, Any]:
-    """Prepare a data set in `folder`, unless it is there.
+    """Prepare a data set in `folder`, unless it is there, from the folder `local` (None: the hub).
 
-    Args:
-        local: folder with the originals; None: from the hub.
-        table: for messages.
-        any_count: take another number of rows than the expected one.
-
-    Returns:
-        The manifest: name, rows, expected, certainty (of that number), sha256, definition, origin, license.
+    `table` is for messages; `any_count` takes another number of rows than the expected one. Returns the manifest: name,
+    rows, expected, certainty (of that number), sha256, definition, origin, license.
 
     Raises:
         PrepareError: it is not to be had, cannot be read, lacks a column, or has another number of rows; or what was
@@ -220,8 +206,8 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
     """Records of a data set, and where they come from."""
     if local is not None:
         _folder(local)
-        files = local_files(source, local)
-        if not files:
+        places = (sorted(filter(Path.is_file, local.glob(one))) for one in candidates(source))
+        if not (files := next(filter(None, places), [])):
             raise PrepareError(
                 f"{source.name} ({source.title}) is not in {local}: looked for {', '.join(candidates(source))}. "
                 f"{both_ways(table, source, places=False)}"
@@ -291,29 +277,15 @@ def names_of(table: Table, only: Sequence[str] | None = None) -> list[str]:
     return list(only or own)
 
 
-def main(
-    table: Table,
-    *,
-    source: Path | None = None,
-    only: Sequence[str] | None = None,
-    out: Path | None = None,
-    any_count: bool = False,
-) -> int:
+def main(table: Table, source: Path | None, only: Sequence[str] | None, out: Path | None, any_count: bool) -> int:
     """Prepare the data sets of a table (those in `only`) from the folder `source` (None: the hub) in `out` (None:
-    :func:`verl_ext.reproduce.plan.data_home`), and say what was done.
-
-    Returns:
-        0, or 1 if a data set is missing or wrong; the others are prepared all the same.
+    :func:`verl_ext.reproduce.plan.data_home`), and say what was done. Returns 0, or 1 if a data set is missing or
+    wrong; the others are prepared all the same.
     """
-    folder = plan.data_home() if out is None else Path(out)
-    failed = []
-    try:
-        names = names_of(table, only)
-        if source is not None:
-            _folder(source)
-    except PrepareError as error:
-        print(f"verl-ext reproduce: {error}", file=sys.stderr)
-        return 1
+    folder, failed = out or plan.data_home(), []
+    names = names_of(table, only)
+    if source is not None:
+        _folder(source)
     for name in names:
         try:
             one = find_source(name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -15,19 +16,12 @@ from typing import Any
 import numpy
 import pandas
 
+from verl_ext.reproduce import plan
 from verl_ext.reproduce.collect import AGENT_SPIKE, FIGURE_WINDOW, CollectError, Result, collect, summarised
-from verl_ext.reproduce.plan import template
-from verl_ext.reproduce.tables import MetricSpec, Scale, Table
+from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Scale, Table
 
-LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number"
+LAPTOP = plan.LAPTOP.rstrip(".")
 FULL = "Full scale: the paper's setting, as far as it is known"
-
-CERTAINTIES = {
-    "certain": "read in the paper's text, public code or a launch script",
-    "abstract-or-blog": "stated by the authors in an abstract, README or blog",
-    "secondary": "from third-party notes, reviews or reproduction logs",
-    "unverified": "no usable source",
-}
 
 #: Okabe and Ito: told apart by people who see colours differently, and in grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d1f")
@@ -102,8 +96,16 @@ def markdown(result: Result) -> str:
     """The table as a Markdown page, whose text is ``assets/table.md.jinja``."""
     table, scale, full = result.table, result.scale, result.table.full
     laptop = scale.name == "laptop"
+    cells = [
+        [
+            cell.label + (" (baseline)" if cell.name == scale.baseline else ""),
+            *(summary_text(result.summary.loc[cell.name, name], spec) for name, spec in scale.metrics.items()),
+            str((result.ends["cell"] == cell.name).sum()),
+        ]
+        for cell in _shown(result)
+    ]
     published = [one for one in table.published if laptop or not full.cells[one.cell].runnable]
-    page = template("table.md.jinja").render(
+    page = plan.template("table.md.jinja").render(
         result=result,
         table=table,
         scale=scale,
@@ -111,7 +113,7 @@ def markdown(result: Result) -> str:
         caption=caption(result),
         line=_inline,
         grid=_grid,
-        cells=_cell_rows(result),
+        cells=_grid(["", *map(head, scale.metrics.values()), "seeds"], cells),
         shown=_shown(result),
         differences=_difference_rows(result),
         published=_published_rows(published, full),
@@ -129,30 +131,18 @@ def _shown(result: Result) -> list[Any]:
     return [cell for name, cell in result.scale.cells.items() if name in set(result.ends["cell"])]
 
 
-def _cell_rows(result: Result) -> str:
-    metrics, rows = result.scale.metrics, []
-    for cell in _shown(result):
-        label = cell.label + (" (baseline)" if cell.name == result.scale.baseline else "")
-        values = [summary_text(result.summary.loc[cell.name, name], spec) for name, spec in metrics.items()]
-        rows.append([label, *values, str((result.ends["cell"] == cell.name).sum())])
-    return _grid(["", *map(head, metrics.values()), "seeds"], rows)
-
-
 def _difference_rows(result: Result) -> list[tuple[str, list[list[str]], list[str]]]:
     """For each cell that others are set against: its label, rows, and what has no difference to it."""
     out = []
     cells, metrics = result.scale.cells, result.scale.metrics
     for other, own in result.differences.groupby("baseline", sort=False):
-        rows = [
-            [cells[row.cell].label, head(spec), *difference_texts(row, spec), row.verdict]
-            for row in own.itertuples()
-            for spec in [metrics[row.metric]]
-        ]
-        there = set(zip(own["cell"], own["metric"], strict=True))
-        names = [(cell, metric) for cell in own["cell"].unique() for metric in metrics]
-        lacking = [
-            f"{cells[cell].label} in {metrics[metric].label}" for cell, metric in names if (cell, metric) not in there
-        ]
+        rows, lacking = [], []
+        found = {(row.cell, row.metric): row for row in own.itertuples()}
+        for cell, (name, spec) in itertools.product(own["cell"].unique(), metrics.items()):
+            if (row := found.get((cell, name))) is None:
+                lacking.append(f"{cells[cell].label} in {spec.label}")
+            else:
+                rows.append([cells[cell].label, head(spec), *difference_texts(row, spec), row.verdict])
         out.append((cells[other].label, rows, lacking))
     return out
 
@@ -231,11 +221,8 @@ def csv_text(result: Result) -> str:
     lines = lines.merge(seeds.rename("values"), "left", left_on=on, right_index=True)
     lines = lines.merge(result.differences, "left", on=on)
     if len(result.beside):
-        papers = result.beside.rename(columns={"value": "paper"}).drop(columns=["low", "high"])
-        papers = papers.rename(
-            columns={key: f"paper_{key}" for key in ("verdict", "gap", "relative_to", "ratio", "note")}
-        )
-        lines = lines.merge(papers, "left", on=on)
+        own = {key: f"paper_{key}" for key in ("verdict", "gap", "relative_to", "ratio", "note")} | {"value": "paper"}
+        lines = lines.merge(result.beside.rename(columns=own).drop(columns=["low", "high"]), "left", on=on)
     lines.insert(0, "scale", scale.name)
     lines.insert(2, "label", lines["cell"].map({name: cell.label for name, cell in scale.cells.items()}))
     return lines.to_csv(index=False)

@@ -72,13 +72,8 @@ def jobs(request: Request) -> list[Job]:
 
 
 def run_cell(request: Request, job: Job) -> int:
-    """Start one run, or go on with it.
-
-    Returns:
-        The exit code of verl's trainer; 130 after Ctrl-C; 1 if the trainer ended before its last step.
-
-    Raises:
-        RunError, ImportError: the folder cannot be used, another process is at it, or a package is missing.
+    """Start one run, or go on with it. Returns the exit code of verl's trainer; 130 after Ctrl-C; 1 if the trainer
+    ended before its last step. Raises RunError: the folder cannot be used, or another process is at it.
     """
     one, steps = request, request.steps
     with runs.locked(job.folder):
@@ -115,8 +110,7 @@ def _train(request: Request, job: Job) -> int:
     if scale.name == "laptop":
         assert scale.task is not None and steps is not None  # the tables' reader demands them of a laptop scale
         words = [*plan.laptop_overrides(table, job.cell, job.seed, job.folder), *request.extra]
-        task = TASKS[scale.task]
-        return run_task(task, job.cell.recipe, steps=steps, seed=job.seed, out=job.folder, extra=words)
+        return run_task(TASKS[scale.task], job.cell.recipe, steps=steps, seed=job.seed, out=job.folder, extra=words)
     words = plan.full_words(table, job.cell, job.seed, job.folder, steps=steps)
     words = [plan.expand(word, scale.needs.inputs, os.environ) for word in words]
     return start_trainer([*words, *request.extra], job.folder, steps)
@@ -125,12 +119,9 @@ def _train(request: Request, job: Job) -> int:
 def run(request: Request) -> int:
     """Run cells and seeds of a table and collect it.
 
-    Returns:
-        0 if all runs are complete; 1 if something is missing before the start; else the code of the first run that
-        failed. A run that fails does not keep the others from being run; Ctrl-C does (130).
-
-    Raises:
-        RunError: a run folder holds something else, or was begun with other settings; nothing was started.
+    Returns 0 if all runs are complete; 1 if something is missing before the start; else the code of the first run that
+    failed, which does not keep the others from being run; Ctrl-C does (130). Raises RunError: a run folder holds
+    something else, or was begun with other settings; nothing was started.
     """
     table, scale = request.table, request.scale
     found = jobs(request)

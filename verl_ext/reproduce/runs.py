@@ -26,7 +26,7 @@ from verl_ext.reproduce.tables import Cell, Scale, Table
 
 RECORD = "cell.json"
 DEFAULT_OUT = Path("runs") / "reproduce"
-_AS = "{table}, {scale} scale, cell {cell}, seed {seed}"
+_NAMED = "{table}, {scale} scale, cell {cell}, seed {seed}"
 STARTED, COMPLETE, FAILED = "started", "complete", "failed"
 
 
@@ -107,7 +107,7 @@ def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings:
     meant = identity(table, scale, cell, seed)
     said = {key: record.get(key) for key in meant}
     if record and said != meant:
-        problems.append(f"{path / RECORD} says that this is {_AS.format(**said)}, not {_AS.format(**meant)}")
+        problems.append(f"{path / RECORD} says that this is {_NAMED.format(**said)}, not {_NAMED.format(**meant)}")
     elif settings is None:
         problems.append(f"{path}: {table.name} has no cell {cell!r} to run at {scale.name} scale")
     elif record and (changed := plan.differences(record.get("settings", {}), settings)):
@@ -118,12 +118,8 @@ def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings:
 def examine(
     table: Table, scale: Scale, cell: Cell, seed: int, *, steps: int | None, extra: Sequence[str], out: Path | str
 ) -> tuple[RunFolder, bool]:
-    """The folder of a run that is to be started, and whether the run is complete; nothing is written.
-
-    `steps` and the overrides `extra` are those that are asked for (None: the configuration decides).
-
-    Raises:
-        RunError: the folder holds something else, or a run with other settings.
+    """The folder of a run that is to be started, and whether the run is complete; nothing is written. `steps` and the
+    overrides `extra` are those asked for. Raises RunError: the folder holds something else, or has other settings.
     """
     path = folder_of(out, table, scale, cell.name, seed)
     run = look(path, table, scale, cell.name, seed, plan.settings(table, scale, cell))

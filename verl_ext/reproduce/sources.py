@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from verl_ext.overrides import Failure
 from verl_ext.recipes import suggestion
 from verl_ext.reproduce import plan
 from verl_ext.reproduce.catalogue import load_yaml
@@ -25,7 +26,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 """Stands below every question of a mathematics data set that is not plain."""
 
 
-class PrepareError(ValueError):
+class PrepareError(Failure):
     """A data set cannot be prepared or used; the message names it and says what to do."""
 
 
@@ -113,12 +114,12 @@ def verify(name: str, folder: Path) -> dict[str, Any] | None:
     """
     source = find_source(name)
     path, manifest_path = target_of(source, folder), manifest_of(source, folder)
-    if not path.exists() and not manifest_path.exists():
+    missing = [one for one in (path, manifest_path) if not one.exists()]
+    if len(missing) == 2:
         return None
     again = f"Delete {path} and {manifest_path.name}, then prepare it again."
-    if not path.exists() or not manifest_path.exists():
-        missing = manifest_path if path.exists() else path
-        raise PrepareError(f"{name}: {missing} is missing beside its other half. {again}")
+    if missing:
+        raise PrepareError(f"{name}: {missing[0]} is missing beside its other half. {again}")
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         expected, definition = manifest["sha256"], manifest["definition"]

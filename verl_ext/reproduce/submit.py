@@ -111,15 +111,9 @@ def submit_one(server: Any, task: Task) -> tuple[str, bool]:
 def submit(
     server: Any, tasks: Sequence[Task], *, wait: bool = True, at_once: int = 1, interval: float = 2.0
 ) -> dict[str, str]:
-    """Submit jobs in order, at most `at_once` at a time, show how they go and wait for them; without `wait` submit all.
-
-    The cluster is looked at every `interval` seconds.
-
-    Returns:
-        Job id to its last known state.
-
-    Raises:
-        SubmitError: see :func:`submit_one`.
+    """Submit jobs in order, at most `at_once` at a time, show how they go and wait for them, looking at the cluster
+    every `interval` seconds; without `wait` submit all. Returns the last known states by job id. Raises SubmitError:
+    see :func:`submit_one`.
     """
     states: dict[str, str] = {}
     shown: dict[str, str] = {}
@@ -160,9 +154,7 @@ def look(server: Any, job_id: str, interval: float) -> Any:
 
 
 def tasks_of(request: Request) -> list[Task]:
-    """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs.
-    Raises RunError: see :func:`verl_ext.reproduce.run.jobs`.
-    """
+    """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs."""
     table, scale, steps = request.table, request.scale, request.steps
     names = (*scale.needs.inputs, "VERL_EXT_HOME")
     environment = {name: os.environ[name] for name in names if os.environ.get(name)}
@@ -191,11 +183,8 @@ def tasks_of(request: Request) -> list[Task]:
 def main(request: Request, address: str, *, wait: bool = True, at_once: int = 1) -> int:
     """Submit cells and seeds of a table to the cluster at `address`, wait for them and collect the table.
 
-    Returns:
-        0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1.
-
-    Raises:
-        RunError, SubmitError: a folder holds something else; the cluster cannot be reached, or refuses a job.
+    Returns 0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1. Raises RunError or
+    SubmitError: a folder holds something else; the cluster cannot be reached, or refuses a job.
     """
     server = client(address)
     tasks = tasks_of(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,12 @@ from typing_extensions import TypedDict
 from verl_ext.overrides import UsageError
 from verl_ext.recipes import RecipeError, suggestion
 
-CERTAINTIES = ("certain", "abstract-or-blog", "secondary", "unverified")
+CERTAINTIES = {
+    "certain": "read in the paper's text, public code or a launch script",
+    "abstract-or-blog": "stated by the authors in an abstract, README or blog",
+    "secondary": "from third-party notes, reviews or reproduction logs",
+    "unverified": "no usable source",
+}
 """Where a published number or setting was read, from the best to the worst."""
 
 SCALES = ("full", "laptop")
@@ -60,7 +65,7 @@ def _wrong(key: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("table", "{text}", {"key": key, "text": text})
 
 
-def _known(key: str, value: Any, names: Sequence[str]) -> None:
+def _known(key: str, value: Any, names: Collection[str]) -> None:
     if value not in names:
         raise _wrong(key, f"{value!r} is not known{suggestion(str(value), list(names))}")
 
@@ -192,7 +197,7 @@ class MetricSpec(_Entry):
 
     @classmethod
     def _prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
-        _known("kind", content.get("kind"), list(KINDS))
+        _known("kind", content.get("kind"), KINDS)
         required, optional = KINDS[content["kind"]]
         for key in required:
             if key not in content:
@@ -279,10 +284,10 @@ class Scale(_Entry):
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Scale:
         if self.baseline is not None:
-            _known("baseline", self.baseline, list(self.cells))
+            _known("baseline", self.baseline, self.cells)
         for name, other in self.versus.items():
-            _known(f"versus.{name}", name, list(self.cells))
-            _known(f"versus.{name}", other, list(self.cells))
+            _known(f"versus.{name}", name, self.cells)
+            _known(f"versus.{name}", other, self.cells)
             if name == other:
                 raise _wrong(f"versus.{name}", "is the cell itself")
         if self.task is not None:
@@ -337,10 +342,10 @@ class Table(_Entry):
     def _check(self) -> Table:
         for place, one in enumerate(self.published):
             key = f"published[{place}]"
-            _known(f"{key}.cell", one.cell, list(self.full.cells))
-            _known(f"{key}.metric", one.metric, list(self.full.metrics))
+            _known(f"{key}.cell", one.cell, self.full.cells)
+            _known(f"{key}.metric", one.metric, self.full.metrics)
             if one.relative_to is not None:
-                _known(f"{key}.relative_to", one.relative_to, list(self.full.cells))
+                _known(f"{key}.relative_to", one.relative_to, self.full.cells)
             if one.relative_to == one.cell:
                 raise _wrong(f"{key}.relative_to", "is the cell itself")
             if one.ratio and one.relative_to is None:

@@ -22,23 +22,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=Path, help="folder of a run (with rollouts/ in it), a folder of transcripts, or one file"
     )
     parser.add_argument(
-        "--step", type=_steps, default=None, metavar="N[-M]", help="training step or steps (text: the last; page: all)"
+        "--step", type=_steps, metavar="N[-M]", help="training step or steps (text: the last; page: all)"
     )
     parser.add_argument(
         "--trajectory", default="", metavar="ID", help="its id or the beginning of it, as the list shows it"
     )
     parser.add_argument("--agent", default="", help="only trajectories in which this agent speaks")
     parser.add_argument("--outcome", choices=OUTCOMES, default="", help="only trajectories that ended so")
-    parser.add_argument(
-        "--html", type=Path, default=None, metavar="FILE", help="write one HTML page, to open from disk"
-    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page, to open from disk")
     parser.add_argument(
         "--full", action="store_true", help="text: repeat in each prompt what earlier turns already show"
     )
     parser.add_argument(
         "--limit",
         type=positive,
-        default=None,
         metavar="N",
         help=f"at most so many trajectories, the last ones (default: {LIST_LIMIT} in the list, {PAGE_LIMIT} on a page)",
     )
@@ -56,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
         text, shown, found = _page(args, choice)
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(text, encoding="utf-8")
-        print(f"{args.html}: {shown} trajectories, {len(text.encode()) / 1e6:.1f} MB")
-        if shown < found:
-            print(_note(shown, found))
+        print(f"{args.html}: {shown} trajectories, {len(text.encode()) / 1e6:.1f} MB{_note(shown, found)}")
         return 0
     if choice.steps is None and not choice.trajectory:
         last = max(step_files(args.run))
@@ -68,9 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if len(records) == 1 or (args.trajectory and len({record["trajectory"] for record in records}) == 1):
         print("\n\n".join(as_text(record, full=args.full) for record in chosen))
         return 0
-    print(listing(chosen))
-    if len(chosen) < len(records):
-        print(_note(len(chosen), len(records)))
+    print(listing(chosen) + _note(len(chosen), len(records)))
     print("\nOne of them: --trajectory ID. All in a browser: --html FILE.html")
     return 0
 
@@ -83,7 +76,7 @@ def _page(args: argparse.Namespace, choice: Choice) -> tuple[str, int, int]:
 
 
 def _note(shown: int, found: int) -> str:
-    return f"the last {shown} of {found} trajectories; --limit {found} shows all"
+    return f"\nthe last {shown} of {found} trajectories; --limit {found} shows all" if shown < found else ""
 
 
 def _steps(text: str) -> tuple[int, int]:

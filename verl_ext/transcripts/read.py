@@ -187,8 +187,7 @@ def as_text(record: Mapping[str, Any], full: bool = False) -> str:
         if "action" in turn:
             lines += _block("action", turn["action"])
         if turn["more"]:
-            pairs = (f"{visible(name)}={visible(value)}" for name, value in turn["more"].items())
-            lines.append("  " + ", ".join(pairs))
+            lines.append("  " + ", ".join(f"{visible(name)}={visible(value)}" for name, value in turn["more"].items()))
         before = turn
     return "\n".join(lines)
 

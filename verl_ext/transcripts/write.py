@@ -17,17 +17,12 @@ from verl_ext.transcripts.read import outcome_of
 
 logger = logging.getLogger(__name__)
 
-SUCCESS_KEYS = ("success", "acc")
-"""Numbers of ``reward_extra_info`` that say whether a trajectory did what was asked, the first that is there."""
-
 #: What an agent loop says of a row that stands elsewhere in the record, or is the engine's own.
 _NOT_SHOWN = frozenset(
     ("turn_reward", "agent_id", "anchor_obs", "is_action_valid", "valid_row", "action", "failure", "stop_reason")
     + ("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info")
 )
 Decode = Callable[[list[list[int]]], list[str]]
-_LONGEST_QUEUE = 2
-"""Steps that may wait to be written before the trainer waits for them."""
 
 
 def trajectories(
@@ -68,7 +63,7 @@ def trajectories(
         total = sum(reward for reward in rewards if reward is not None) if known else float(score[rows[-1]])
         failure = next((str(extra_fields[row]["failure"]) for row in rows if extra_fields[row].get("failure")), "")
         info = {name: value for name, value in (last.get("reward_extra_info") or {}).items() if _is_number(value)}
-        success = next((float(info[name]) for name in SUCCESS_KEYS if name in info), None)
+        success = next((float(info[name]) for name in ("success", "acc") if name in info), None)
         agents = [str(columns["agent_id"][row]) if "agent_id" in columns else "" for row in rows]
         records.append(
             {
@@ -126,10 +121,8 @@ def _is_number(value: Any) -> bool:
 class TranscriptWriter:
     """Writes the transcripts of a run to ``<folder>/<step>.jsonl``.
 
-    Args:
-        folder: made if it is not there.
-        decode: texts of several lists of token ids, as ``tokenizer.batch_decode`` gives them.
-        others: the same for models that have a tokenizer of their own, by name.
+    `decode` gives the texts of several lists of token ids, as ``tokenizer.batch_decode``; `others`, by name, those of
+    models that have a tokenizer of their own.
     """
 
     def __init__(self, folder: str | Path, decode: Decode, others: Mapping[str, Decode] | None = None) -> None:
@@ -153,7 +146,7 @@ class TranscriptWriter:
             start: True for the first batch of its step, which replaces a file left by a run that was killed.
             models: [B] whose tokens they are; None: all of the model that `decode` is of.
         """
-        while len(self._pending) >= _LONGEST_QUEUE:
+        while len(self._pending) >= 2:  # steps that wait to be written, before the trainer waits for them
             self._take(self._pending.pop(0))
         self._pending.append(self._executor.submit(self._write, records, prompts, responses, start, models))
 

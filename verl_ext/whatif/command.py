@@ -30,7 +30,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group",
         type=positive,
-        default=None,
         metavar="N",
         help="trajectories a prompt in the smaller groups that are drawn (default: half of those recorded)",
     )
@@ -40,7 +39,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        default=None,
         metavar="PATH",
         help="folder of a Hugging Face model: also its exact gradients on these rows, on the CPU",
     )

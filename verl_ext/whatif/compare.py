@@ -37,9 +37,6 @@ from verl_ext.integration.metrics import effective_sample_size
 from verl_ext.methods.groups import value_ids
 from verl_ext.whatif.records import Record, advantages, known
 
-TOKENS_AT_ONCE = 2**22
-"""Tokens of drawn groups that the estimators are called on at a time."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -249,10 +246,10 @@ def _chosen(record: Record, draws: int, group: int, generator: np.random.Generat
 
 
 def _sums(record: Record, chosen: np.ndarray, name: str, published: bool) -> torch.Tensor:
-    """Of one record and estimator what `_draw` returns, a few draws at a time."""
+    """Of one record and estimator what `_draw` returns, some four million tokens at a time."""
     mask = record.tokens["response_mask"]
     sums = torch.zeros(3, *mask.shape, dtype=torch.float64)
-    step = max(1, TOKENS_AT_ONCE // mask.numel())
+    step = max(1, 2**22 // mask.numel())
     for start in range(0, len(chosen), step):
         copies, rows = chosen[start : start + step].nonzero()
         if len(rows):

@@ -29,9 +29,6 @@ from verl_ext.integration.parts.record import FORMAT, TOKENS
 from verl_ext.overrides import Failure
 from verl_ext.recipes import suggestion
 
-_VERL_GIVES = {"token_level_rewards", "response_mask", "index", "config", "kwargs"}
-"""Arguments that verl's trainer has for every estimator that it calls by its registered name."""
-
 
 class RecordError(Failure):
     """There is no record, or one cannot be used; the message names the file."""
@@ -73,9 +70,8 @@ def find(runs: Sequence[Path]) -> list[Path]:
     for run in runs:
         inside = [run] if run.is_file() else [*run.glob("*.pt"), *run.glob("records/*.pt")]
         if not inside:
-            raise RecordError(
-                f"{run}: there is no record (records/STEP.pt); a run writes them with verl_ext.record_dir=FOLDER"
-            )
+            said = "there is no record (records/STEP.pt); a run writes them with verl_ext.record_dir=FOLDER"
+            raise RecordError(f"{run}: {said}")
         found += sorted(inside, key=lambda path: [int(n) if n.isdigit() else -1 for n in path.stem.split(".")])
     return list(dict.fromkeys(found))
 
@@ -87,9 +83,8 @@ def read(path: Path, changes: Sequence[str] = ()) -> Record:
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # a broken file fails in many ways, none of which is worth a traceback
-        raise RecordError(
-            f"{path}: not a record ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
-        ) from error
+        said = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        raise RecordError(f"{path}: not a record ({said})") from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise RecordError(f"{path}: not a record of format {FORMAT}")
     fields = {field.name for field in dataclasses.fields(Record)} - {"path"}
@@ -163,11 +158,8 @@ def known(names: Collection[str] = (), algorithm: Any = None) -> list[str]:
 def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor:
     """The advantages that a registered estimator gives the rows of a record, [B, T] float64, 0 off the model tokens.
 
-    `algorithm` is verl's node, if not the record's.
-
-    Raises:
-        BatchError: it cannot run on these rows; the message says why.
-        RecordError: an option of it has no such value.
+    `algorithm` is verl's node, if not the record's. Raises BatchError: it cannot run on these rows; RecordError: an
+    option of it has no such value.
     """
     with _quiet():
         from verl import DataProto
@@ -176,8 +168,10 @@ def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor
 
     algorithm = record.algorithm if algorithm is None else algorithm
     if name not in {*ESTIMATORS, "mix", "grpo"}:
+        # What verl's trainer has for every estimator that it calls by its registered name.
+        given = ("token_level_rewards", "response_mask", "index", "config", "kwargs")
         asked = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
-        needs = [one.name for one in asked if one.default is one.empty and one.name not in _VERL_GIVES]
+        needs = [one.name for one in asked if one.default is one.empty and one.name not in given]
         if "values" in needs:
             raise BatchError("needs a critic")
         if lacking := [one for one in needs if one not in record.tokens]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from verl_ext.contain import contained
 from verl_ext.integration.options import read, select
 from verl_ext.methods.options import AtLeastOne
+from verl_ext.rollout.per_config import once
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,7 +122,6 @@ class Threads:
 
 
 _kinds: dict[tuple[str, int], Threads] = {}
-_options: dict[int, tuple[Any, ThreadOptions]] = {}
 
 
 def threads(config: Any, kind: str) -> Threads:
@@ -131,7 +131,5 @@ def threads(config: Any, kind: str) -> Threads:
         config: verl's whole config.
         kind: a name in `ThreadOptions`.
     """
-    if id(config) not in _options:
-        _options[id(config)] = config, read_threads(config)  # the config is kept, so its id stays its own
-    size = getattr(_options[id(config)][1], kind)
+    size = getattr(once(config, "threads", lambda: read_threads(config)), kind)
     return _kinds.setdefault((kind, size), Threads(kind, size))

@@ -40,11 +40,12 @@ from verl_ext.rollout.gateway.protocol import FIXED, SAMPLING, Answer, Asked, Re
 from verl_ext.rollout.gateway.server import Session, gateway
 from verl_ext.rollout.orchestra import agents, core
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, OrchestraFailure
-from verl_ext.rollout.orchestra.core import Result, Task
+from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
 from verl_ext.rollout.orchestra.registry import Orchestra
 from verl_ext.rollout.orchestra.settings import Lineup
 from verl_ext.rollout.orchestra.tools import linear_parser
+from verl_ext.rollout.per_config import once
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.threads import HeldThreads, threads
 
@@ -77,10 +78,10 @@ class GatewayLoop(OrchestraLoop):
     settings: settings.GatewaySettings  # type: ignore[assignment]
 
     def _prepare(self, entry: dict[str, Any]) -> None:
-        unknown = sorted(entry)
-        if unknown:
-            raise OptionError(f"the agent loop {AGENT_NAME} takes no {unknown[0]}; its keys stand at {self.where}")
-        self.settings, self.retriever = _settings(self.config), None
+        if entry:
+            raise OptionError(f"the agent loop {AGENT_NAME} takes no {min(entry)}; its keys stand at {self.where}")
+        self.settings = once(self.config, "gateway", lambda: settings.read(self.config))
+        self.retriever = None
         self._calls: dict[str, core.Call] = {}
         self._names: Counter[str] = Counter()
         self._arrived = 0
@@ -94,18 +95,13 @@ class GatewayLoop(OrchestraLoop):
         return [self._sampling, {name: value for name, value in training.items() if value is not None}]
 
     def _lineup(self, name: str | None) -> Lineup:
-        played = self.settings.played
-        first = Caller(self.settings.agent_id)
-        return Lineup(Orchestra(played, self._play_agent, (), {}, {}), (first,), {})
+        played = Orchestra(self.settings.played, self._play_agent, (), {}, {})
+        return Lineup(played, (Caller(self.settings.agent_id),), {})
 
     # The agent.
 
     async def _play_agent(self, task: Task, *_: Any) -> Any:
-        """Have the agent play, until it has a result, fails, or has used up what it may.
-
-        Raises:
-            OrchestraFailure: why there is no result.
-        """
+        """Have the agent play, until it has a result, fails, or has used up what it may."""
         here, limit = gateway(self.settings.host), self.settings.agent_timeout_s
         with here.session(self) as session:
             self._session = session
@@ -213,13 +209,11 @@ class GatewayLoop(OrchestraLoop):
             return text, []
         for token in tokenizer.all_special_tokens:
             content = (content or "").replace(token, "")
+        functions = [
+            {"name": call.name, "arguments": call.arguments} for call in found[: 1 if asked.one_tool else None]
+        ]
         return content, [
-            {
-                "id": f"call_{uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in found[: 1 if asked.one_tool else None]
+            {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function} for function in functions
         ]
 
     async def _logprobs(
@@ -252,10 +246,8 @@ class GatewayLoop(OrchestraLoop):
         plain, limit = PlainText(voice.tokenizer), voice.prompt_length
         ids = prompt if isinstance(prompt, list) else list(voice.tokenizer.encode(plain.text(prompt)))
         if len(ids) > limit:
-            raise OrchestraFailure(
-                agents.OVERLONG,
-                f"the prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}",
-            )
+            detail = f"the prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}"
+            raise OrchestraFailure(agents.OVERLONG, detail)
         return ids, 0, plain.split
 
     # Rows.
@@ -268,19 +260,12 @@ class GatewayLoop(OrchestraLoop):
             output.extra_fields["sampling"] = dict(sampling)
         return outputs
 
-    def _numbers(
-        self,
-        calls: Sequence[core.Call],
-        lineup: Lineup,
-        result: Result,
-        failure: str,
-        events: Mapping[str, int],
-    ) -> dict[str, float]:
+    def _numbers(self, calls: Sequence[core.Call], lineup: Lineup, *args: Any) -> dict[str, float]:
         seen = dict.fromkeys(call.agent.name for call in calls)
         lineup = dataclasses.replace(lineup, agents=tuple(Caller(name) for name in seen) or lineup.agents)
         refused = 0 if self._session is None else self._session.refused
         numbers = {"requests_refused": float(refused), "sampling_changed": float(self._changed)}
-        return {**super()._numbers(calls, lineup, result, failure, events), **numbers}
+        return {**super()._numbers(calls, lineup, *args), **numbers}
 
 
 def _first(stops: Sequence[str], text: str) -> int | None:
@@ -291,16 +276,6 @@ def _first(stops: Sequence[str], text: str) -> int | None:
 def _asked(agent: Agent) -> Asked:
     assert isinstance(agent, Caller) and agent.asked is not None
     return agent.asked
-
-
-_read: dict[int, tuple[Any, settings.GatewaySettings]] = {}
-
-
-def _settings(config: Any) -> settings.GatewaySettings:
-    """Read once a process for each config: a loop object lives for one trajectory."""
-    if id(config) not in _read:
-        _read[id(config)] = config, settings.read(config)  # the config is kept, so its id stays its own
-    return _read[id(config)][1]
 
 
 def _for_parser(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

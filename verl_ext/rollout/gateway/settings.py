@@ -14,6 +14,7 @@ from verl_ext.integration import model_options, options
 from verl_ext.integration.options import OptionError, coerce, select
 from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.orchestra.agents import POLICY
+from verl_ext.rollout.orchestra.settings import Limits
 
 WHERE = "verl_ext.gateway"
 
@@ -35,7 +36,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class GatewaySettings:
+class GatewaySettings(Limits):
     """``verl_ext.gateway``.
 
     Attributes:
@@ -47,16 +48,9 @@ class GatewaySettings:
         host: address that the gateway listens on, at a free port.
         sampling: sampling parameters of a request that are not the run's are refused (``refuse``), left out
             (``ignore``), or used and noted in the row field ``sampling`` (``record``).
-        max_calls: requests of one trajectory, refused ones included.
         max_bytes: bytes of its requests together, or of what a command writes.
         body_timeout_s: seconds for the body of a request to arrive.
-        call_timeout_s: seconds for one model call.
         agent_timeout_s: seconds for the agent.
-        time_limit_s: seconds for one trajectory, its judgement included.
-        reward_timeout_s: seconds for one judgement by the reward function.
-        overlong_prompt: a prompt longer than ``rollout.prompt_length`` is refused (``end``) or loses the middle of its
-            longest message (``shorten``).
-        on_failure: rows of a trajectory that failed get outcome 0 (``zero_reward``) or are taken out (``exclude``).
     """
 
     agent: str | None = None
@@ -65,15 +59,10 @@ class GatewaySettings:
     agents: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     sampling: Literal["refuse", "ignore", "record"] = "refuse"
-    max_calls: AtLeastOne = 64
     max_bytes: AtLeastOne = 1 << 26
     body_timeout_s: Positive = 30.0
-    call_timeout_s: Positive = 600.0
     agent_timeout_s: Positive = 1800.0
-    time_limit_s: Positive = 3600.0
-    reward_timeout_s: Positive = 60.0
     overlong_prompt: Literal["shorten", "end"] = "end"
-    on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
 
     # What the loop of orchestras asks for and agents of the gateway do for themselves.
     role_as: ClassVar[str] = "system"

@@ -23,18 +23,8 @@ RETRIEVER_TIMEOUT = "retriever_timeout"
 RETRIEVER_ERROR = "retriever_error"
 EMPTY = "empty_response"  # the engine returned no token
 REASONS = (
-    ERROR,
-    ENGINE_TIMEOUT,
-    ENDPOINT_ERROR,
-    TIME_LIMIT,
-    MAX_CALLS,
-    OVERLONG,
-    REWARD_ERROR,
-    REWARD_TIMEOUT,
-    TOOL_ERROR,
-    RETRIEVER_TIMEOUT,
-    RETRIEVER_ERROR,
-    EMPTY,
+    *(ERROR, ENGINE_TIMEOUT, ENDPOINT_ERROR, TIME_LIMIT, MAX_CALLS, OVERLONG),
+    *(REWARD_ERROR, REWARD_TIMEOUT, TOOL_ERROR, RETRIEVER_TIMEOUT, RETRIEVER_ERROR, EMPTY),
 )
 
 
@@ -129,16 +119,16 @@ class Agent:
         for number, example in enumerate(self.examples, start=1):
             if self.tools:
                 continue
-            unread = (
-                f"agent {self.name}: the answer of example {number}, {example.assistant!r:.80}, can't be read by the "
-                "agent's own function: an agent that copies it would make no valid action"
-            )
+            why = ""
             try:
                 value = read_answer(self, example.assistant)
             except Exception as error:
-                raise ValueError(f"{unread} ({type(error).__name__}: {error})") from error
+                value, why = None, f" ({type(error).__name__}: {error})"
             if value is None:
-                raise ValueError(unread)
+                raise ValueError(
+                    f"agent {self.name}: the answer of example {number}, {example.assistant!r:.80}, can't be read by "
+                    f"the agent's own function: an agent that copies it would make no valid action{why}"
+                )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(

@@ -12,9 +12,8 @@ from typing import Any
 from verl_ext.contain import contained
 from verl_ext.rollout.orchestra.agents import REWARD_ERROR, REWARD_TIMEOUT, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Task
+from verl_ext.rollout.per_config import once
 from verl_ext.rollout.threads import HeldThreads, threads
-
-_functions: dict[int, tuple[Any, Any]] = {}
 
 
 async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple[float, dict[str, float]]:
@@ -33,7 +32,7 @@ async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple
         OrchestraFailure: the function raised, gave no number, or took longer.
         HeldThreads: nothing can be judged any more.
     """
-    function = _function(config)
+    function = once(config, "reward function", lambda: _function(config))
     arguments = {
         "data_source": task.data_source,
         "solution_str": answer,
@@ -60,13 +59,10 @@ async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple
 
 
 def _function(config: Any) -> Any:
-    if id(config) not in _functions:
-        from verl.trainer.ppo.reward import get_custom_reward_fn
-        from verl.utils.reward_score import default_compute_score
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+    from verl.utils.reward_score import default_compute_score
 
-        found = get_custom_reward_fn(config) or default_compute_score
-        _functions[id(config)] = config, found  # the config is kept, so its id stays its own
-    return _functions[id(config)][1]
+    return get_custom_reward_fn(config) or default_compute_score
 
 
 async def _judgement(function: Any, arguments: Mapping[str, Any]) -> Any:

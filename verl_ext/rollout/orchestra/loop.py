@@ -38,10 +38,11 @@ from verl_ext.integration import endpoints
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
 from verl_ext.rollout.orchestra import agents, core, judging, mcp_tools, outside, prompts, settings
-from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure
+from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.tools import Tools
 from verl_ext.rollout.orchestra.voices import voices
+from verl_ext.rollout.per_config import once
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.rows import ModelCall
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 AGENT_NAME = "verl_ext_orchestra"
 
-_prepared: dict[tuple[int, str], tuple[Any, settings.OrchestraSettings, Retriever | None, dict[str, Any]]] = {}
 _fates: dict[str, rows.Fates] = {}
 
 
@@ -104,7 +104,9 @@ class OrchestraLoop(AgentLoopBase):
     def _prepare(self, entry: dict[str, Any]) -> None:
         """Read the settings, with what the entry of an agent loop config says."""
         entry["name"] = entry.pop("orchestra", None)
-        self.settings, self.retriever, self._lineups = _prepare(self.config, entry)
+        self.settings, self.retriever, self._lineups = once(
+            self.config, repr(sorted(entry.items())), lambda: _prepare(self.config, entry)
+        )
         self.servers = self.settings.mcp
 
     @rollout_trace_op
@@ -188,12 +190,7 @@ class OrchestraLoop(AgentLoopBase):
     # What the team asks for (core.Engine).
 
     async def complete(self, agent: Agent, messages: list[dict[str, Any]]) -> Completion:
-        """One model call: the prompt as tokens, the answer as tokens, and its text.
-
-        Raises:
-            OrchestraFailure: the prompt does not fit, or the answer did not come in time.
-            EndpointRefused: a model that somebody else serves will not serve this run.
-        """
+        """See `core.Engine`. Raises EndpointRefused: a model that somebody else serves will not serve this run."""
         if agent.model in self.endpoints:
             return await self._outside(agent, messages)
         prompt_ids, cut, split = await threads(self.config, "tokenising").run(self._prompt, agent, messages)
@@ -270,11 +267,7 @@ class OrchestraLoop(AgentLoopBase):
             self._judging += timing.get("compute_score", 0.0)
 
     def _prompt(self, agent: Agent, messages: list[dict[str, Any]]) -> tuple[list[int], int, int]:
-        """Tokens of a prompt that fits, how many were taken off for it, and how many control tokens were split.
-
-        Raises:
-            OrchestraFailure: it does not fit and may not, or can't, be shortened.
-        """
+        """Tokens of a prompt that fits, how many were taken off for it, and how many control tokens were split."""
         voice, schemas = self.voices[agent.model], self._schemas(agent)
         shortened, plain = False, PlainText(voice.tokenizer)
         if self.settings.overlong_prompt == "shorten":
@@ -317,10 +310,17 @@ class OrchestraLoop(AgentLoopBase):
         kept = not failure or self.settings.on_failure != "exclude"
         # A trajectory that failed has earned nothing: a reward given before may not outlive what came to an end by it.
         rewards = [0.0] * len(calls) if failure else core.turn_rewards(calls, result.outcome, result.summed)
-        made: list[ModelCall] = []
-        for call, reward in zip(calls, rewards, strict=True):
-            row: ModelCall = call.completion.row
-            row.trained = kept
+        for call in calls:
+            call.completion.row.trained = kept
+        if not calls:
+            agent = next(agent for agent in lineup.agents if agent.model in self.voices)
+            voice = self.voices[agent.model]
+            ids = await rows.encode(voice, task.messages)
+            row = rows.placeholder(voice, ids, self._sampling, columns.get("global_steps"))
+            reply = Reply(agent.name, "", observation=task.question)
+            calls, rewards = [core.Call(agent, (), Completion([], "", row=row), reply)], [0.0]
+        made: list[ModelCall] = [call.completion.row for call in calls]
+        for row, call, reward in zip(made, calls, rewards, strict=True):
             row.fields = {
                 "turn_reward": reward,
                 "agent_id": call.agent.name,
@@ -329,21 +329,6 @@ class OrchestraLoop(AgentLoopBase):
                 "model": call.agent.model,
                 "prompt_tokens_cut": call.completion.prompt_tokens_cut,
             }
-            made.append(row)
-        if not made:
-            agent = next(agent for agent in lineup.agents if agent.model in self.voices)
-            voice = self.voices[agent.model]
-            ids = await rows.encode(voice, task.messages)
-            row = rows.placeholder(voice, ids, self._sampling, columns.get("global_steps"))
-            row.fields = {
-                "turn_reward": 0.0,
-                "agent_id": agent.name,
-                "is_action_valid": True,
-                "anchor_obs": task.question,
-                "model": agent.model,
-                "prompt_tokens_cut": 0,
-            }
-            made.append(row)
         made[-1].metrics.compute_score = self._judging
         made[-1].fields.update(failure_detail=detail, failures=dict(team.events), answer=result.answer)
         empty = [not row.response_ids for row in made]
@@ -393,12 +378,8 @@ class OrchestraLoop(AgentLoopBase):
 def _prepare(
     config: Any, entry: Mapping[str, Any]
 ) -> tuple[settings.OrchestraSettings, Retriever | None, dict[str, settings.Lineup]]:
-    """Settings, retriever and line-ups, made once a process for each config: a loop object lives for one trajectory."""
-    key = id(config), repr(sorted(entry.items(), key=lambda item: item[0]))
-    if key not in _prepared:
-        read = settings.read(config, entry)
-        _prepared[key] = config, read, settings.retriever(read), {}  # the config is kept, so its id stays its own
-    return _prepared[key][1:]
+    read = settings.read(config, entry)
+    return read, settings.retriever(read), {}
 
 
 def _fewest(tokenizer: Any, ids: Sequence[int], ends: Callable[[str], int | None]) -> int:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import typing
@@ -11,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from verl_ext.integration.options import OptionError, coerce
+from verl_ext.integration.options import OptionError, coerce, near
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 
 SHIPPED = {
@@ -129,7 +128,10 @@ def orchestra(
     def register(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         made = _orchestra(name, play, agents)
         known = _orchestras.get(name)
-        if known is not None and _origin(known.play) != _origin(play):
+        if known is not None and (known.play.__module__, known.play.__qualname__) != (
+            play.__module__,
+            play.__qualname__,
+        ):
             raise ValueError(
                 f"the orchestra {name!r} is defined twice, in {known.play.__module__} and {play.__module__}; rename one"
             )
@@ -139,21 +141,15 @@ def orchestra(
     return register
 
 
-def _origin(function: Callable[..., Any]) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
-
-
 def _orchestra(name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[Agent] | None) -> Orchestra:
     if not inspect.iscoroutinefunction(play):
         raise TypeError(f"orchestra {name!r}: {play.__qualname__} must be an `async def`")
     parameters = list(inspect.signature(play).parameters.values())
     if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise TypeError(f"orchestra {name!r} takes (task, agents..., *, options...), without *args and **kwargs")
-    known = (
-        {one.name: one for one in agents}
-        if agents is not None
-        else {one.name: one for one in getattr(play, "__globals__", {}).values() if isinstance(one, Agent)}
-    )
+    if agents is None:
+        agents = [one for one in getattr(play, "__globals__", {}).values() if isinstance(one, Agent)]
+    known = {one.name: one for one in agents}
     team = []
     for parameter in [p for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]:
         if parameter.name not in known:
@@ -198,11 +194,9 @@ def find(name: str, modules: Sequence[str] = ()) -> Orchestra:
         importlib.import_module(SHIPPED[name])
     if name not in _orchestras:
         known = sorted({*_orchestras, *SHIPPED})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise OptionError(
-            f"no orchestra is called {name!r}.{hint} Known: {', '.join(known)}. Your own: name its module in "
-            "verl_ext.orchestra.modules."
+            f"no orchestra is called {name!r}.{near(name, known)} Known: {', '.join(known)}. Your own: name its module "
+            "in verl_ext.orchestra.modules."
         )
     return _orchestras[name]
 
@@ -217,10 +211,8 @@ def check_options(team: Orchestra, given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(team.defaults)
     for key, value in given.items():
         if key not in team.options:
-            near = difflib.get_close_matches(str(key), team.options, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise OptionError(
-                f"{where}.{key} is not an option of the orchestra {team.name}.{hint} Known options: "
+                f"{where}.{key} is not an option of the orchestra {team.name}.{near(key, team.options)} Known options: "
                 f"{', '.join(team.options) or 'none'}."
             )
         values[key] = coerce(value, team.options[key], f"{where}.{key}")

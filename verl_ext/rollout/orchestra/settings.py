@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.integration import endpoints, model_options, options
 from verl_ext.integration.model_options import POLICY
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, near, select
 from verl_ext.methods.options import AtLeastOne, Count, Positive
 from verl_ext.rollout.orchestra import mcp_tools
 from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
@@ -23,6 +22,30 @@ from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
 
 WHERE = "verl_ext.orchestra"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a trajectory, of an orchestra or of the gateway's agent.
+
+    Attributes:
+        max_calls: model calls a trajectory may make; of the gateway requests, refused ones included.
+        call_timeout_s: seconds for one model call.
+        time_limit_s: seconds for one trajectory, its judgement included.
+        reward_timeout_s: seconds for one judgement by the reward function.
+        overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
+            never the role or an example, loses its middle, marked ``[...]``; if it does not fit even so, the next
+            longest too), or its call fails (``end``). Both are counted.
+        on_failure: rows of a trajectory that failed get outcome 0 and stay samples (``zero_reward``), or are taken out
+            of statistics and loss (``exclude``, ``valid_row=False``).
+    """
+
+    max_calls: AtLeastOne = 64
+    call_timeout_s: Positive = 600.0
+    time_limit_s: Positive = 3600.0
+    reward_timeout_s: Positive = 60.0
+    overlong_prompt: Literal["shorten", "end"] = "shorten"
+    on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ class AgentSettings:
 
 
 @dataclass(frozen=True)
-class OrchestraSettings:
+class OrchestraSettings(Limits):
     """``verl_ext.orchestra``. Every key may also stand in the entry of an agent loop config, except that there the
     orchestra's name is called ``orchestra`` (``name`` is verl's).
 
@@ -64,17 +87,8 @@ class OrchestraSettings:
         agents: changes to agents, by name.
         retriever: ``{kind: bm25, ...}`` or ``{kind: http, ...}``; see `verl_ext.rollout.retrieval`.
         mcp: servers whose tools agents may name: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
-        max_calls: model calls a trajectory may make.
         max_tool_rounds: calls that follow from one request to an agent with tools, beyond the first.
-        call_timeout_s: seconds for one model call.
-        time_limit_s: seconds for one trajectory, its judgement included.
         tool_timeout_s: seconds for one call of a tool.
-        reward_timeout_s: seconds for one judgement by the reward function.
-        overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
-            never the role or an example, loses its middle, marked ``[...]``; if it does not fit even so, the next
-            longest too), or its call fails (``end``). Both are counted.
-        on_failure: rows of a trajectory that failed get outcome 0 and stay samples (``zero_reward``), or are taken out
-            of statistics and loss (``exclude``, ``valid_row=False``).
         role_as: the role prompt is a ``system`` message, or the beginning of the first ``user`` message (for chat
             templates without system messages).
     """
@@ -85,14 +99,8 @@ class OrchestraSettings:
     agents: dict[str, AgentSettings] = field(default_factory=dict)
     retriever: dict[str, Any] | None = None
     mcp: dict[str, Any] = field(default_factory=dict)
-    max_calls: AtLeastOne = 64
     max_tool_rounds: Count = 4
-    call_timeout_s: Positive = 600.0
-    time_limit_s: Positive = 3600.0
     tool_timeout_s: Positive = 60.0
-    reward_timeout_s: Positive = 60.0
-    overlong_prompt: Literal["shorten", "end"] = "shorten"
-    on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
     role_as: Literal["system", "user"] = "system"
 
 
@@ -119,11 +127,6 @@ def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettin
 
 def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-
-
-def _near(key: Any, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(str(key), known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _agent(name: str, node: Any) -> AgentSettings:
@@ -153,7 +156,7 @@ def _examples_of_file(path: str, name: str, where: str) -> tuple[Example, ...]:
     if isinstance(given, Mapping):
         if name not in given:
             raise OptionError(
-                f"{where}.examples: {path} has no examples of {name}.{_near(name, given)} It has: "
+                f"{where}.examples: {path} has no examples of {name}.{near(name, given)} It has: "
                 f"{', '.join(map(str, given)) or 'none'}."
             )
         given = given[name]
@@ -189,14 +192,14 @@ def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[
         )
     team = find(chosen, settings.modules)
     chosen_options, changes = settings.options, settings.agents
+    names = [one.name for one in team.agents]
     if name and name != settings.name:
         chosen_options = {key: value for key, value in chosen_options.items() if key in team.options}
-        changes = {key: value for key, value in changes.items() if key in {one.name for one in team.agents}}
+        changes = {key: value for key, value in changes.items() if key in names}
     for key in changes:
-        names = {one.name: one for one in team.agents}
         if key not in names:
             raise OptionError(
-                f"{WHERE}.agents.{key}: the orchestra {team.name} has no such agent.{_near(key, names)} It has: "
+                f"{WHERE}.agents.{key}: the orchestra {team.name} has no such agent.{near(key, names)} It has: "
                 f"{', '.join(names)}."
             )
     agents = tuple(_changed(one, changes.get(one.name), models) for one in team.agents)
@@ -205,25 +208,17 @@ def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[
 
 def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]) -> Agent:
     if change is not None:
-        role = change.role
-        if change.role_file is not None:
-            try:
-                role = Path(change.role_file).expanduser().read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise OptionError(f"{WHERE}.agents.{agent.name}.role_file: {error}") from error
         where = f"{WHERE}.agents.{agent.name}"
-        examples = agent.examples if change.examples is None else change.examples
-        if isinstance(examples, str):
-            examples = _examples_of_file(examples, agent.name, where)
+        given = {name: value for name, value in vars(change).items() if value is not None}
+        if "role_file" in given:
+            try:
+                given["role"] = Path(given.pop("role_file")).expanduser().read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise OptionError(f"{where}.role_file: {error}") from error
+        if isinstance(given.get("examples"), str):
+            given["examples"] = _examples_of_file(given["examples"], agent.name, where)
         try:
-            agent = dataclasses.replace(
-                agent,
-                role=agent.role if role is None else role,
-                model=change.model or agent.model,
-                max_tokens=change.max_tokens or agent.max_tokens,
-                tools=agent.tools if change.tools is None else change.tools,
-                examples=examples,
-            )
+            agent = dataclasses.replace(agent, **given)
         except ValueError as error:
             raise OptionError(f"{where}.examples: {error}.") from error
     if agent.model not in models:

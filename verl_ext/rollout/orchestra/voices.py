@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_ext.integration import model_options
+from verl_ext.rollout.per_config import once
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,17 @@ class Voice:
         return int(self.rollout_config.response_length)
 
 
-_made: dict[int, tuple[Any, dict[str, Voice]]] = {}
-
-
 def voices(loop: Any) -> dict[str, Voice]:
     """The voices of all models of the run by name, that of the agent loop `loop` as ``policy``."""
     policy = Voice(loop.config, loop.rollout_config, loop.tokenizer, loop.continuous_token_builder, loop.server_manager)
     clients: Mapping[str, Any] = getattr(loop.server_manager, "verl_ext_clients", {})
     if not clients:
         return {model_options.POLICY: policy}
-    if id(loop.config) not in _made:  # once a process: a loop object lives for one trajectory
-        further = {model.name: _further(loop, model, clients[model.name]) for model in model_options.of(loop.config)}
-        _made[id(loop.config)] = loop.config, further  # the config is kept, so its id stays its own
-    made = _made[id(loop.config)][1]
+
+    def load() -> dict[str, Voice]:
+        return {model.name: _further(loop, model, clients[model.name]) for model in model_options.of(loop.config)}
+
+    made = once(loop.config, "voices", load)
     return {
         model_options.POLICY: policy,
         **{name: replace(voice, server_manager=clients[name]) for name, voice in made.items()},

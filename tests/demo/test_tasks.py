@@ -16,8 +16,8 @@ from verl_ext import cli
 from verl_ext.demo import run, tasks
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.curve import draw, estimated, read_metrics
-from verl_ext.demo.data import write_parquet
 from verl_ext.demo.recipes import LakeRecipe
+from verl_ext.rollout.environments.data import write_parquet
 
 
 def assets_of(folder: Path, **changes: Any) -> DemoAssets:

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_ext.demo.assets import AGENT_LOOP
 from verl_ext.rewards.caged import load_dataset
+from verl_ext.rollout.environments.data import write_parquet
 
 #: One question in so many is kept for validation.
 HELD_OUT = 8
@@ -103,15 +104,6 @@ def build_rows(
             }
         )
     return rows
-
-
-def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write rows to a parquet file, making its folder."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
 
 
 def write_task(

@@ -21,10 +21,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.data import write_parquet
 from verl_ext.demo.model import Codec, make_model, sample, save_model, seeded, sequence_loss, train_tokenizer
 from verl_ext.demo.recipes import LakeRecipe
-from verl_ext.rollout.environments.data import AGENT_LOOP, build_rows
+from verl_ext.rollout.environments.data import AGENT_LOOP, build_rows, write_parquet
 from verl_ext.rollout.environments.gymnasium_env import GymnasiumEnvironment
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.environments.protocol import Observation

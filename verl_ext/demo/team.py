@@ -74,7 +74,7 @@ def build_team(folder: Path, demo: Any) -> dict[str, Any]:
 
     import pyarrow.parquet as pq
 
-    from verl_ext.demo.data import write_parquet
+    from verl_ext.rollout.environments.data import write_parquet
     from verl_ext.rollout.orchestra.loop import AGENT_NAME
 
     shutil.copytree(demo.model_path, folder / "model")

@@ -108,27 +108,18 @@ class AlfworldEnvironment:
         data: str | None = None,
         max_steps: int = 1000,
     ) -> None:
-        self.arguments = self._arguments(split, task_types, data, max_steps)
-        self.env: Any = None
-        self.won = False
-
-    @staticmethod
-    def _arguments(
-        split: str = "train",
-        task_types: tuple[int, ...] | list[int] = TASK_TYPES,
-        data: str | None = None,
-        max_steps: int = 1000,
-    ) -> tuple[str | None, str, tuple[int, ...], int]:
         if split not in SPLITS:
             raise EnvironmentUnavailable(f"environment 'alfworld': split={split!r}; use one of {', '.join(SPLITS)}")
         if not task_types or not set(task_types) <= set(TASK_TYPES):
             raise EnvironmentUnavailable(f"environment 'alfworld': task_types={task_types!r}; use numbers from 1 to 6")
-        return data, split, tuple(task_types), int(max_steps)
+        self.arguments = data, split, tuple(task_types), int(max_steps)
+        self.env: Any = None
+        self.won = False
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
         """Read the list of games once for all processes."""
-        games(*cls._arguments(**kwargs))
+        games(*cls(**kwargs).arguments)
 
     def reset(self, seed: int) -> Observation:
         """Begin the game of a seed."""

@@ -53,6 +53,7 @@ def build_rows(
     if not seeds or len(set(seeds)) != len(seeds):
         raise ValueError("give at least one seed, and each seed once")
     described = json.dumps(plain(dict(kwargs or {}), "kwargs"), sort_keys=True)
+    played = {"environment": environment, "environment_kwargs": described}
     messages = [{"role": "system", "content": system}] if system else []
     return [
         {
@@ -61,12 +62,7 @@ def build_rows(
             "prompt": [*messages, {"role": "user", "content": instruction}],
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {
-                "index": index,
-                "env_seed": int(seed),
-                "environment": environment,
-                "environment_kwargs": described,
-            },
+            "extra_info": {"index": index, "env_seed": int(seed), **played},
         }
         for index, seed in enumerate(seeds)
     ]
@@ -109,13 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         kwargs = json.loads(given.kwargs)
-        rows = build_rows(
-            given.environment,
-            seed_range(given.seeds),
-            kwargs,
-            instruction=given.instruction,
-            system=given.system,
-        )
+        seeds = seed_range(given.seeds)
+        rows = build_rows(given.environment, seeds, kwargs, instruction=given.instruction, system=given.system)
     except (ValueError, TypeError, EnvironmentFault, EnvironmentUnavailable) as error:
         parser.error(str(error))
     write_parquet(rows, given.out)

@@ -71,35 +71,32 @@ def explain(error: BaseException) -> str:
 
 
 def _answer(environment: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        if call["do"] == "reset":
-            return {"value": to_wire(reset_result(environment.reset(call["seed"])))}
-        return {"value": to_wire(step_result(environment.step(call["action"])))}
-    except EnvironmentUnavailable as error:
+    if call["do"] == "reset":
+        return to_wire(reset_result(environment.reset(call["seed"])))
+    return to_wire(step_result(environment.step(call["action"])))
+
+
+def _failure(error: BaseException, when: str = "") -> dict[str, Any]:
+    """What the trajectory is told of an exception."""
+    if isinstance(error, EnvironmentUnavailable):
         return {"unavailable": str(error)}
-    except EnvironmentFault as error:
+    if isinstance(error, EnvironmentFault):
         return {"fault": error.reason, "detail": error.detail}
-    except BaseException as error:  # SystemExit too: the trajectory is told why
-        return {"fault": ERROR, "detail": explain(error)}
-
-
-def _make(kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if isinstance(kind, EnvironmentUnavailable):
-        return None, {"unavailable": str(kind)}
-    try:
-        return kind(**kwargs), {"value": {"pid": os.getpid()}}
-    except EnvironmentUnavailable as error:
-        return None, {"unavailable": str(error)}
-    except BaseException as error:
-        return None, {"fault": ERROR, "detail": f"it cannot be made: {explain(error)}"}
+    return {"fault": ERROR, "detail": when + explain(error)}
 
 
 def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> None:
     """The life of a child: make the environment, answer until the other side closes the connection."""
     connection.sendall(pack({"pid": os.getpid()}))
-    environment, reply = _make(kind, kwargs)
-    connection.sendall(pack(reply))
-    while environment is not None:
+    try:
+        if isinstance(kind, EnvironmentUnavailable):
+            raise kind
+        environment = kind(**kwargs)
+    except BaseException as error:  # SystemExit too: the trajectory is told why
+        connection.sendall(pack(_failure(error, "it cannot be made: ")))
+        return
+    connection.sendall(pack({"value": {"pid": os.getpid()}}))
+    while True:
         call = _read(connection)
         if call is None:
             # An environment that hangs while it closes is ended by the alarm.
@@ -108,7 +105,11 @@ def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwarg
             if close is not None:
                 close()
             return
-        connection.sendall(pack({**_answer(environment, call), "call": call["call"]}))
+        try:
+            answer = {"value": _answer(environment, call)}
+        except BaseException as error:
+            answer = _failure(error)
+        connection.sendall(pack({**answer, "call": call["call"]}))
 
 
 def _kill(pid: int) -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from verl_ext.integration.options import OptionError, read, select
@@ -94,7 +95,7 @@ def read_options(config: Any) -> EnvironmentOptions:
     groups = int(select(select(algorithm, "hgpo"), "history_length", DEFAULT_HISTORY)) if _hgpo(algorithm) else None
     if options.history_length is None:
         shown = DEFAULT_HISTORY if groups is None else groups
-        return EnvironmentOptions(**{**vars(options), "history_length": shown})
+        return replace(options, history_length=shown)
     if groups is not None and options.history_length != groups:
         raise OptionError(
             f"{ROOT}.history_length={options.history_length} past steps are shown in the prompt, but "
@@ -140,8 +141,6 @@ def of_row(options: EnvironmentOptions, row: Mapping[str, Any]) -> tuple[str, di
     Raises:
         ValueError: no environment or no seed is named; the message says where to put it.
     """
-    import json
-
     extra = row.get("extra_info") or {}
     name = extra.get("environment") or options.name
     if not name:

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
-from typing import Any
+import pkgutil
 
 from verl_ext.rollout.environments.protocol import INVALID_ACTION, EnvironmentUnavailable
 
@@ -53,12 +52,9 @@ def load(name: str) -> type:
         EnvironmentUnavailable: it cannot be imported, lacks ``reset`` or ``step``, or needs a package that is missing.
     """
     path = target(name)
-    module_name, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise EnvironmentUnavailable(
             f"environment {name!r} cannot be imported: {error}. It is looked for on PYTHONPATH and among the installed "
             "packages."

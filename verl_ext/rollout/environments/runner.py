@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verl_ext.contain import contained
 from verl_ext.rollout.environments import protocol
@@ -42,11 +42,8 @@ START_SECONDS = 600.0
 ORDERS_AT_A_TIME = 16
 
 
-class Session:
-    """One environment, played by one trajectory.
-
-    Use :func:`open_session`; call ``reset`` once, then ``step``, then ``close``.
-    """
+class Session(Protocol):
+    """One environment, played by one trajectory: ``reset`` once, then ``step``, then ``close``."""
 
     async def reset(self, seed: int) -> Observation:
         """Begin the episode of a seed.
@@ -55,11 +52,9 @@ class Session:
             EnvironmentFault: the environment raised, hung, ended, or returned garbage.
             EnvironmentUnavailable: no trajectory of the run can use it.
         """
-        raise RuntimeError("a session is made by open_session")
 
     async def step(self, action: str) -> Step:
         """Act. Raises as :meth:`reset` does."""
-        raise RuntimeError("a session is made by open_session")
 
     async def close(self) -> None:
         """Give the environment back. Never raises."""
@@ -349,31 +344,21 @@ def end_all() -> None:
 atexit.register(end_all)
 
 
-def _of_kind(kind: type[T], wire: Any, what: str) -> T:
-    value = protocol.from_wire(wire)
-    if not isinstance(value, kind):
-        raise EnvironmentFault(protocol.GARBAGE, f"its process answered {what} with a {type(value).__name__}")
-    return value
-
-
 class ProcessSession(Session):
     """An environment in a process of its own."""
 
     def __init__(
         self,
-        name: str,
-        kind: type,
+        host: Host,
         kwargs: Mapping[str, Any],
+        reuse: bool,
         reset_timeout_s: float,
         step_timeout_s: float,
         processes: int,
     ) -> None:
-        self.name, self.kwargs = name, dict(kwargs)
+        self.host, self.kwargs, self.reuse, self.processes = host, dict(kwargs), reuse, processes
         self.reset_timeout_s, self.step_timeout_s = reset_timeout_s, step_timeout_s
-        self.reuse = bool(getattr(kind, "reuse", False))
-        self.host = _hosts.setdefault(name, Host(name))
         self.connection: _Connection | None = None
-        self.processes = processes
         self.places: _Places | None = None
         self.healthy = False
 
@@ -386,18 +371,20 @@ class ProcessSession(Session):
             async with places.orders:
                 await self.connection.open()
             await self.connection.call(None, "making it", self.reset_timeout_s)
-        answer = await self.connection.call({"do": "reset", "seed": int(seed)}, "reset", self.reset_timeout_s)
-        result = _of_kind(Observation, answer, "reset")
-        self.healthy = True
-        return result
+        return await self._ask(Observation, {"do": "reset", "seed": int(seed)}, self.reset_timeout_s)
 
     async def step(self, action: str) -> Step:
+        return await self._ask(Step, {"do": "step", "action": action}, self.step_timeout_s)
+
+    async def _ask(self, kind: type[T], message: Mapping[str, Any], limit: float) -> T:
         assert self.connection is not None
         self.healthy = False  # until the answer is there; also if this trajectory is cancelled
-        answer = await self.connection.call({"do": "step", "action": action}, "step", self.step_timeout_s)
-        result = _of_kind(Step, answer, "step")
+        value = protocol.from_wire(await self.connection.call(message, message["do"], limit))
+        if not isinstance(value, kind):
+            detail = f"its process answered {message['do']} with a {type(value).__name__}"
+            raise EnvironmentFault(protocol.GARBAGE, detail)
         self.healthy = True
-        return result
+        return value
 
     async def close(self) -> None:
         connection, self.connection = self.connection, None
@@ -447,4 +434,5 @@ def open_session(
         ) from error
     if is_async(kind):
         return LoopSession(kind, kwargs, reset_timeout_s, step_timeout_s)
-    return ProcessSession(name, kind, kwargs, reset_timeout_s, step_timeout_s, processes)
+    host, reuse = _hosts.setdefault(name, Host(name)), bool(getattr(kind, "reuse", False))
+    return ProcessSession(host, kwargs, reuse, reset_timeout_s, step_timeout_s, processes)

@@ -38,15 +38,8 @@ from string import Formatter
 
 FOLDER = Path(__file__).resolve().parent.parent / "prompts"
 MESSAGE_FIELDS = (
-    "task",
-    "prompt",
-    "observation",
-    "actions",
-    "history",
-    "shown",
-    "step",
-    "steps_before",
-    "max_steps",
+    *("task", "prompt", "observation", "actions", "history"),
+    *("shown", "step", "steps_before", "max_steps"),
 )
 PAIR_FIELDS = ("observation", "action", "number")
 SECTIONS = {"system": MESSAGE_FIELDS, "first": MESSAGE_FIELDS, "later": MESSAGE_FIELDS, "pair": PAIR_FIELDS}

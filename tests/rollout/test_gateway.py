@@ -19,14 +19,11 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from hydra import compose, initialize_config_dir
-from loops import make_loop
-from omegaconf import OmegaConf
-from test_orchestra import QUESTION, REWARD, Scripted
+from loops import QUESTION, REWARD, Scripted, columns_of, config_of, make_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.bench import gateway as bench
-from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration import checks
 from verl_ext.integration.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
@@ -34,17 +31,8 @@ from verl_ext.rollout.gateway import server as server_module
 from verl_ext.rollout.gateway import settings
 from verl_ext.rollout.gateway.loop import AGENT_NAME
 from verl_ext.rollout.orchestra import Outcome, agent, orchestra
-from verl_ext.rollout.orchestra import loop as loop_module
 
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer([QUESTION] * 64)
-
-
-@pytest.fixture(autouse=True)
-def fresh_fates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_fates", {})
+pytestmark = pytest.mark.usefixtures("fresh_fates")
 
 
 class Sampler:
@@ -93,30 +81,14 @@ def play(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
             keys["command"] = played
         node = {"orchestra": {"name": played}} if isinstance(played, str) else {"gateway": keys}
         length = {"prompt_length": 512, "response_length": 64, "temperature": 1.0, **(rollout or {})}
-        custom = {"path": str(reward), "name": "compute_score", "reward_kwargs": {}}
-        config = OmegaConf.create(
-            {
-                "actor_rollout_ref": {"rollout": length},
-                "data": {},
-                "verl_ext": node,
-                "reward": {"custom_reward_function": custom},
-            }
-        )
+        config = config_of(length, str(reward), node)
         server = Scripted(tokenizer, lambda prompt: engine) if isinstance(engine, str | tuple) else engine
-        columns = {
-            "raw_prompt": [{"role": "user", "content": QUESTION}],
-            "reward_model": {"ground_truth": "12"},
-            "data_source": "toy",
-            "session_id": 2,
-            "global_steps": 7,
-            **(row or {}),
-        }
 
         async def all_of_them() -> list[list[AgentLoopOutput]]:
             try:
                 loops = [make_loop(loop, config, server, tokenizer) for _ in range(times)]
                 given = {"temperature": 1.0, "logprobs": True, **(now or {})}
-                return list(await asyncio.gather(*(one.run(dict(given), **columns) for one in loops)))
+                return list(await asyncio.gather(*(one.run(dict(given), **columns_of(row)) for one in loops)))
             finally:
                 for gateway in server_module._gateways.get(asyncio.get_running_loop(), {}).values():
                     await gateway.close()

@@ -15,25 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import hydra
 import pytest
 from chat_server import Served
 from hydra import compose
+from loops import QUESTION, REWARD, Scripted, columns_of, config_of, make_loop
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import (
-    AgentLoopOutput,
-    DictConfigWrap,
-    ToolListWrap,
-    _agent_loop_registry,
-)
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, ToolListWrap
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration import checks
 from verl_ext.integration.endpoints import EndpointRefused
 from verl_ext.integration.endpoints import of as endpoints_of
@@ -44,54 +36,7 @@ from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
 from verl_ext.rollout.rows import HOPELESS
 
-QUESTION = "What is 3 + 9?"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer([QUESTION] * 64)
-
-
-@pytest.fixture(autouse=True)
-def fresh_fates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_fates", {})
-
-
-class Scripted:
-    """An engine that answers by a function of the prompt's text; an answer may come late, raise, or be empty."""
-
-    def __init__(self, tokenizer: Any, answer: Callable[[str], Any], end: bool = True) -> None:
-        self.tokenizer, self.answer, self.end = tokenizer, answer, end
-        self.prompts: list[str] = []
-        self.requests: list[dict[str, Any]] = []
-
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **kwargs: Any) -> Any:
-        prompt = self.tokenizer.decode(prompt_ids)
-        self.prompts.append(prompt)
-        self.requests.append({"request_id": request_id, "prompt_ids": prompt_ids, **sampling_params, **kwargs})
-        text = self.answer(prompt)
-        if isinstance(text, tuple):
-            delay, text = text
-            await asyncio.sleep(delay)
-        if isinstance(text, Exception):
-            raise text
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        ids = [*ids, self.tokenizer.eos_token_id] if self.end and text else ids
-        return TokenOutput(
-            token_ids=ids[: sampling_params["max_tokens"]],
-            log_probs=[-0.5] * len(ids),
-            extra_fields={"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7},
-        )
-
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if "raise" in solution_str:
-        raise ZeroDivisionError("in the reward")
-    if "exit" in solution_str:
-        raise SystemExit(3)
-    return {"score": float(solution_str.strip() == str(ground_truth)), "length": len(solution_str), "note": "text"}
-"""
+pytestmark = pytest.mark.usefixtures("fresh_fates")
 
 
 @pytest.fixture
@@ -117,40 +62,14 @@ def play(tokenizer: Any, tmp_path: Path) -> Callable[..., tuple[list[AgentLoopOu
     ) -> tuple[list[AgentLoopOutput], Scripted]:
         limits = {"prompt_length": prompt_length, "response_length": response_length, **(rollout or {})}
         node = {**({"name": name} if name else {}), **(keys or {})}
-        config = OmegaConf.create(
-            {
-                "actor_rollout_ref": {"rollout": limits},
-                "data": {},
-                "verl_ext": {"orchestra": node, "models": models or {}},
-                "reward": {
-                    "custom_reward_function": {"path": reward_path, "name": "compute_score", "reward_kwargs": {}}
-                },
-            }
-        )
+        config = config_of(limits, reward_path, {"orchestra": node, "models": models or {}})
         engine = server or Scripted(tokenizer, answer)
-        columns = {
-            "raw_prompt": [{"role": "user", "content": QUESTION}],
-            "reward_model": {"ground_truth": "12"},
-            "data_source": "toy",
-            "session_id": 2,
-            "global_steps": 7,
-            **(row or {}),
-        }
 
         async def run() -> list[AgentLoopOutput]:
-            made = hydra.utils.instantiate(
-                config={**_agent_loop_registry[loop_module.AGENT_NAME], "name": "x", **(entry or {})},
-                trainer_config=DictConfigWrap(config),
-                server_manager=engine,
-                tokenizer=tokenizer,
-                processor=None,
-                hf_model_type="llama",
-                dataset_cls=RLHFDataset,
-                data_config=DictConfigWrap(config.data),
-                tools=ToolListWrap(tools or []),
-            )
+            own = {"name": "x", **(entry or {}), "tools": ToolListWrap(tools or [])}
+            made = make_loop(loop_module.AGENT_NAME, config, engine, tokenizer, **own)
             assert isinstance(made, loop_module.OrchestraLoop)
-            return await made.run({"temperature": 1.0, "logprobs": True}, **columns)
+            return await made.run({"temperature": 1.0, "logprobs": True}, **columns_of(row))
 
         return asyncio.run(run()), engine
 

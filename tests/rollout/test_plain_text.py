@@ -8,15 +8,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import hydra
 import pytest
 import re2
-from omegaconf import OmegaConf
+from loops import config_of, make_loop
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
+from verl.experimental.agent_loop.agent_loop import ToolListWrap
 from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.demo.smollm2 import find_gguf, mend_tokenizer
@@ -198,27 +196,10 @@ class Scripted:
 
 def play(name: str, tokenizer: Any, server: Scripted, verl_ext: dict[str, Any], **row: Any) -> list[Any]:
     """One trajectory, the loop made as verl makes it."""
-    config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"prompt_length": 4096, "response_length": 512, "multi_turn": {}}},
-            "data": {},
-            "verl_ext": verl_ext,
-            "reward": {"custom_reward_function": {"path": None, "reward_kwargs": {}}},
-        }
-    )
+    config = config_of({"prompt_length": 4096, "response_length": 512, "multi_turn": {}}, None, verl_ext)
 
     async def run() -> list[Any]:
-        loop = hydra.utils.instantiate(
-            config=_agent_loop_registry[name],
-            trainer_config=DictConfigWrap(config),
-            server_manager=server,
-            tokenizer=tokenizer,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-            tools=ToolListWrap([]),
-        )
+        loop = make_loop(name, config, server, tokenizer, tools=ToolListWrap([]))
         columns = {"raw_prompt": [{"role": "user", "content": "What is 3 + 9?"}], "session_id": 0, "index": 0, **row}
         return await loop.run({"temperature": 1.0, "logprobs": True}, **columns)
 

@@ -76,26 +76,37 @@ def configure(calls: int) -> Any:
     return OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}, "verl_ext": node})
 
 
-async def play(loop: str, config: Any, tokenizer: Any, trajectories: int, calls: int) -> tuple[float, float, int]:
-    """Seconds for so many trajectories side by side, on the clock and of processors, and how many of them failed."""
+def make_loop(name: str, config: Any, server: Any, tokenizer: Any, /, **more: Any) -> Any:
+    """The agent loop registered as `name`, made as verl makes it, for one trajectory.
+
+    Args:
+        name: the data column ``agent_name``.
+        config: verl's config as far as the loop reads it.
+        server: stands for the rollout engine.
+        tokenizer: of the model.
+        **more: keys of the entry of an agent loop config, and further arguments of the loop.
+    """
     import hydra
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, _agent_loop_registry
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
+    return hydra.utils.instantiate(
+        config=_agent_loop_registry[name],
+        trainer_config=DictConfigWrap(config),
+        server_manager=server,
+        tokenizer=tokenizer,
+        processor=None,
+        hf_model_type="llama",
+        dataset_cls=RLHFDataset,
+        data_config=DictConfigWrap(config.data),
+        **more,
+    )
+
+
+async def play(loop: str, config: Any, tokenizer: Any, trajectories: int, calls: int) -> tuple[float, float, int]:
+    """Seconds for so many trajectories side by side, on the clock and of processors, and how many of them failed."""
     engine = Engine(tokenizer.encode(QUESTION)[:8])
-    made = [
-        hydra.utils.instantiate(
-            config=_agent_loop_registry[loop],
-            trainer_config=DictConfigWrap(config),
-            server_manager=engine,
-            tokenizer=tokenizer,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-        )
-        for _ in range(trajectories)
-    ]
+    made = [make_loop(loop, config, engine, tokenizer) for _ in range(trajectories)]
     row = {"raw_prompt": [{"role": "user", "content": QUESTION}], "extra_info": {"calls": calls}}
     started, worked = time.perf_counter(), time.process_time()
     played = await asyncio.gather(*(one.run({"temperature": 1.0, "logprobs": True}, **row) for one in made))

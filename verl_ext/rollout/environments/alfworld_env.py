@@ -61,8 +61,7 @@ def configuration(folder: Path, task_types: tuple[int, ...], max_steps: int) -> 
 def games(data: str | None, split: str, task_types: tuple[int, ...], max_steps: int) -> Any:
     """ALFWorld's environment object with its list of games, read once in a process (some seconds).
 
-    Raises:
-        EnvironmentUnavailable: the data is missing or holds no such game.
+    Raises EnvironmentUnavailable: the data is missing or holds no such game.
     """
     folder = data_folder(data)
     if not (folder / SPLITS[split]).is_dir():

@@ -78,11 +78,7 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def seed_range(text: str) -> range:
-    """``10`` (seeds 0 to 9) or ``10:20`` (10 to 19).
-
-    Raises:
-        ValueError: neither, or an empty range.
-    """
+    """``10`` (seeds 0 to 9) or ``10:20`` (10 to 19). Raises ValueError: neither, or an empty range."""
     first, colon, last = text.partition(":")
     try:
         found = range(int(first), int(last)) if colon else range(int(first))

@@ -107,8 +107,7 @@ def read_options(config: Any) -> EnvironmentOptions:
 def check_environment(config: Any) -> None:
     """Look at ``verl_ext.environment`` before a run, if it is there.
 
-    Raises:
-        OptionError: bad options, a template that cannot be used, or an environment that cannot be played here.
+    Raises OptionError: bad options, a template that cannot be used, or an environment that cannot be played here.
     """
     if select(select(config, "verl_ext"), "environment") is None:
         return

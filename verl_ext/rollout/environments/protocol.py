@@ -133,8 +133,7 @@ def _simplify(value: Any) -> Any:
 def plain(value: Any, what: str) -> Any:
     """`value` as JSON would give it back: numbers, strings, lists, dicts.
 
-    Raises:
-        EnvironmentFault: it holds something else, a NaN or an infinity, or is larger than 16 MiB.
+    Raises EnvironmentFault: it holds something else, a NaN or an infinity, or is larger than 16 MiB.
     """
     try:
         text = json.dumps(value, default=_simplify, allow_nan=False)
@@ -146,11 +145,7 @@ def plain(value: Any, what: str) -> Any:
 
 
 def observation(value: Any, where: str) -> Observation:
-    """Check what an environment returned as an observation.
-
-    Raises:
-        EnvironmentFault: it is none.
-    """
+    """Check what an environment returned as an observation. Raises EnvironmentFault: it is none."""
     if isinstance(value, str):
         value = Observation(value)
     if not isinstance(value, Observation):
@@ -180,11 +175,7 @@ def observation(value: Any, where: str) -> Observation:
 
 
 def reset_result(value: Any) -> Observation:
-    """Check what ``reset`` returned.
-
-    Raises:
-        EnvironmentFault: it is no observation.
-    """
+    """Check what ``reset`` returned. Raises EnvironmentFault: it is no observation."""
     if isinstance(value, tuple) and len(value) == 2:
         value = value[0]
     return observation(value, "reset")
@@ -199,8 +190,7 @@ def _truth(value: Any, name: str) -> bool:
 def step_result(value: Any) -> Step:
     """Check what ``step`` returned.
 
-    Raises:
-        EnvironmentFault: it is not (observation, reward, done, info), or the reward is not finite.
+    Raises EnvironmentFault: it is not (observation, reward, done, info), or the reward is not finite.
     """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise _garbage(f"step returned {_shown(value)}; expected (observation, reward, done, info)")
@@ -237,8 +227,7 @@ def to_wire(value: Observation | Step) -> dict[str, Any]:
 def from_wire(wire: Any) -> Observation | Step:
     """The inverse of :func:`to_wire`, checked again: who sends may have been anything.
 
-    Raises:
-        EnvironmentFault: it is neither an observation nor a step.
+    Raises EnvironmentFault: it is neither an observation nor a step.
     """
     try:
         actions = wire["actions"]

@@ -117,11 +117,7 @@ class _Connection:
         self.calls = 0
 
     async def open(self) -> None:
-        """Have the host fork a process.
-
-        Raises:
-            EnvironmentUnavailable: the host does not answer; it is ended.
-        """
+        """Have the host fork a process. Raises EnvironmentUnavailable: the host does not answer; it is ended."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=2 * protocol.MAX_BYTES)

@@ -117,8 +117,7 @@ class Said(asyncio.SubprocessProtocol):
 async def run_command(command: Sequence[str], task: Mapping[str, Any], door: Door, max_bytes: int) -> Any:
     """The result of a command: the last line of its standard output, as JSON. It is killed when this is cancelled.
 
-    Raises:
-        OrchestraFailure: it can't be started, failed, wrote too much, or its last line is no JSON.
+    Raises OrchestraFailure: it can't be started, failed, wrote too much, or its last line is no JSON.
     """
     named = {"OPENAI_BASE_URL": door.base_url, "OPENAI_API_KEY": door.api_key, "OPENAI_MODEL": door.model}
     said = Said(max_bytes)

@@ -68,8 +68,7 @@ class Caller(Agent):
 class GatewayLoop(OrchestraLoop):
     """Plays one trajectory of a user's agent. See the module's text.
 
-    Raises:
-        OptionError: a key or value that ``verl_ext.gateway`` does not take.
+    Raises OptionError: a key or value that ``verl_ext.gateway`` does not take.
     """
 
     kind = "the agent"

@@ -67,11 +67,7 @@ class Session:
             self.over.set_result(OrchestraFailure(reason, detail))
 
     def begin(self) -> None:
-        """Count a request.
-
-        Raises:
-            Refused: it is one too many.
-        """
+        """Count a request. Raises Refused: it is one too many."""
         most = self.trajectory.settings.max_calls
         self._calls += 1
         if self._calls > most:
@@ -79,11 +75,7 @@ class Session:
             raise Refused(NO_KEY, 401, "trajectory_ended")
 
     async def body(self, request: Request) -> bytes:
-        """The body of a request, within its time and size.
-
-        Raises:
-            Refused: it came too slowly, or is too much.
-        """
+        """The body of a request, within its time and size. Raises Refused: it came too slowly, or is too much."""
         settings = self.trajectory.settings
         try:
             return await asyncio.wait_for(self._body(request, settings.max_bytes), settings.body_timeout_s)
@@ -150,11 +142,7 @@ class Gateway:
             del self.sessions[session.key]
 
     def of(self, request: Request) -> Session:
-        """Whose request it is.
-
-        Raises:
-            Refused: nobody's.
-        """
+        """Whose request it is. Raises Refused: nobody's."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         session = self.sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is None or session.over.done():

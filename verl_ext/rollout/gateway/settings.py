@@ -84,11 +84,7 @@ class GatewaySettings(Limits):
             self.named(name)
 
     def named(self, agent: str) -> Named:
-        """``agents.<name>``.
-
-        Raises:
-            OptionError: an agent that is not named, or a key of it that can't be used.
-        """
+        """``agents.<name>``. Raises OptionError: an agent that is not named, or a key of it that can't be used."""
         if self.agents and agent not in self.agents:
             raise OptionError(f"{WHERE}.agents names {', '.join(self.agents)}; {agent!r} is none of them")
         node, where = self.agents.get(agent) or {}, f"{WHERE}.agents.{agent}"
@@ -106,8 +102,7 @@ class GatewaySettings(Limits):
 def read(config: Any) -> GatewaySettings:
     """The settings of a run.
 
-    Raises:
-        OptionError: unknown key, wrong type or value out of range; the message names it.
+    Raises OptionError: unknown key, wrong type or value out of range; the message names it.
     """
     return options.read(select(config, "verl_ext"), "gateway", GatewaySettings, where=WHERE)
 
@@ -124,8 +119,7 @@ def complete(config: Any) -> None:
 def load(agent: str) -> Callable[..., Any]:
     """The function of ``verl_ext.gateway.agent``.
 
-    Raises:
-        OptionError: it can't be loaded in this process, or is no function.
+    Raises OptionError: it can't be loaded in this process, or is no function.
     """
     from verl.utils.import_utils import load_extern_object
 

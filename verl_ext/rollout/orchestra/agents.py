@@ -64,8 +64,7 @@ class Example:
 def as_examples(given: Any) -> tuple[Example, ...]:
     """Demonstrations of a list of `Example` or ``{user, assistant}``.
 
-    Raises:
-        ValueError: something else was given; the message numbers the example, from 1.
+    Raises ValueError: something else was given; the message numbers the example, from 1.
     """
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise ValueError(f"examples are {given!r:.80}; give a list of {{user: ..., assistant: ...}}")

@@ -144,16 +144,14 @@ class Task:
     async def score(self, answer: str) -> float:
         """The run's reward function on `answer`, for rewards of single calls.
 
-        Raises:
-            OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
         """
         return (await _team(self).judge(str(answer)))[0]
 
     async def search(self, query: str, top_k: int = 3) -> Retrieval:
         """Passages for `query` from the configured retriever; a failure is in the result, and counted.
 
-        Raises:
-            RuntimeError: no retriever is configured.
+        Raises RuntimeError: no retriever is configured.
         """
         team = _team(self)
         if team.retriever is None:
@@ -174,17 +172,12 @@ def _team(task: Task) -> Team:
 
 
 def as_messages(messages: Messages) -> list[dict[str, Any]]:
-    """A text is one user message; a message is a conversation of one.
-
-    Raises:
-        TypeError: something else was given.
-    """
+    """A text is one user message; a message is a conversation of one. Raises TypeError: something else was given."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping):
-        return [{**messages}]
-    if isinstance(messages, Sequence) and messages and all(isinstance(message, Mapping) for message in messages):
-        return [{**message} for message in messages if isinstance(message, Mapping)]
+    given: Any = [messages] if isinstance(messages, Mapping) else messages
+    if isinstance(given, Sequence) and given and all(isinstance(message, Mapping) for message in given):
+        return [dict(message) for message in given]
     raise TypeError(f"an agent takes a text or chat messages ({{role, content}}), not {messages!r:.80}")
 
 
@@ -212,7 +205,7 @@ class BoundAgent:
         Raises:
             OrchestraFailure: when awaited; see `REASONS`.
         """
-        return self.team.ask(self.agent, as_messages(messages))
+        return self.team.converse(self.agent, as_messages(messages), here().next())
 
 
 class Team:
@@ -251,20 +244,10 @@ class Team:
         """Count something that went wrong without ending the trajectory."""
         self.events[reason] += 1
 
-    def adopt(self, task: Task) -> Task:
-        """The task, tied to this team."""
-        self._task = replace(task, team=self)
-        return self._task
-
-    def ask(self, agent: Agent, messages: list[dict[str, Any]]) -> Awaitable[Reply]:
-        """See `BoundAgent.__call__`."""
-        return self._converse(agent, messages, here().next())
-
-    async def _converse(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Reply:
+    async def converse(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Reply:
+        """A call, and those that follow from the tools that it uses. See `BoundAgent.__call__`."""
         call = await self.call(agent, messages, place)
-        if not agent.tools:
-            return call.reply
-        for turn in range(self.max_tool_rounds):
+        for turn in range(self.max_tool_rounds if agent.tools else 0):
             more = await self._while_open(self.engine.use_tools(agent, call.completion))
             if not more:
                 break
@@ -273,12 +256,7 @@ class Team:
         return call.reply
 
     async def call(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Call:
-        """One model call, the row at `place` of the trajectory.
-
-        Raises:
-            OrchestraFailure: see `REASONS`.
-            Exception: what the engine raised; it ends the trajectory.
-        """
+        """One model call, the row at `place` of the trajectory. Raises as `play` does."""
         if self._started >= self.max_calls:
             raise OrchestraFailure(MAX_CALLS, f"more than verl_ext.orchestra.max_calls={self.max_calls} model calls")
         self._started += 1
@@ -321,8 +299,7 @@ class Team:
     async def judge(self, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function on an answer: (score, further numbers).
 
-        Raises:
-            OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
         """
         assert self._task is not None
         score, info = await self.engine.score(self._task, answer)
@@ -340,7 +317,7 @@ class Team:
             Exception: whatever the orchestration or the engine raises.
         """
         start()
-        task = self.adopt(task)
+        task = self._task = replace(task, team=self)
         try:
             with contained("the orchestration"):
                 result = await orchestration(task, *(BoundAgent(agent, self) for agent in agents), **options)
@@ -387,19 +364,3 @@ def _finite(value: Any, did: str = "returned") -> float:
     if not math.isfinite(number):
         raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite")
     return number
-
-
-def turn_rewards(calls: Sequence[Call], outcome: float, summed: bool) -> list[float]:
-    """The row field ``turn_reward`` of each call: its own reward, and for the last call also the outcome.
-
-    Args:
-        calls: the trajectory's calls in order.
-        outcome: the trajectory's reward.
-        summed: the outcome is already the sum of the calls' rewards.
-
-    Returns one float a call. They sum to the outcome plus the calls' own. Raises ValueError where one is not finite.
-    """
-    rewards = [_finite(call.reply.reward) for call in calls]
-    if rewards and not summed:
-        rewards[-1] += outcome
-    return rewards

@@ -309,7 +309,9 @@ class OrchestraLoop(AgentLoopBase):
         calls = team.calls
         kept = not failure or self.settings.on_failure != "exclude"
         # A trajectory that failed has earned nothing: a reward given before may not outlive what came to an end by it.
-        rewards = [0.0] * len(calls) if failure else core.turn_rewards(calls, result.outcome, result.summed)
+        rewards = [0.0 if failure else float(call.reply.reward) for call in calls]
+        if calls and not failure and not result.summed:
+            rewards[-1] += result.outcome
         for call in calls:
             call.completion.row.trained = kept
         if not calls:

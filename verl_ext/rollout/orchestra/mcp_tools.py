@@ -175,8 +175,7 @@ def _parameter(given: Mapping[str, Any]) -> dict[str, Any]:
 def read(given: Mapping[str, Any]) -> dict[str, ServerSettings]:
     """The settings of each server.
 
-    Raises:
-        OptionError: an unknown key, a wrong type, or neither or both of command and url.
+    Raises OptionError: an unknown key, a wrong type, or neither or both of command and url.
     """
     return {name: options.read(given, name, ServerSettings, where=f"{WHERE}.{name}") for name in given}
 
@@ -184,8 +183,7 @@ def read(given: Mapping[str, Any]) -> dict[str, ServerSettings]:
 def connect(given: Mapping[str, Any]) -> dict[str, Server]:
     """Connect to each of the servers.
 
-    Raises:
-        OptionError: as for `read` and `Server`, or two servers have a tool of one name.
+    Raises OptionError: as for `read` and `Server`, or two servers have a tool of one name.
     """
     servers: dict[str, Server] = {}
     owner: dict[str, str] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, Literal
 
+from verl_ext.methods.options import AtLeastOne
 from verl_ext.rollout.orchestra.agents import OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.branches import together
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
@@ -45,21 +46,19 @@ async def planner_worker(
     worker: BoundAgent,
     aggregator: BoundAgent,
     *,
-    max_workers: int = 4,
+    max_workers: AtLeastOne = 4,
     aggregate: bool = True,
     unparsable_plan: Literal["whole", "end"] = "whole",
 ) -> Outcome:
     """Plan, work, aggregate. The run's reward function judges the answer.
 
     Options:
-        max_workers: parts that are done; what a plan has beyond them is left out. At least 1.
+        max_workers: parts that are done; what a plan has beyond them is left out.
         aggregate: whether the aggregator writes the answer. False: the answer is the workers' results in the plan's
             order, one a paragraph, and the aggregator is not called.
         unparsable_plan: a plan without parts means that one worker does the whole task (``whole``), or that the
             trajectory is over with reward 0 (``end``).
     """
-    if max_workers < 1:
-        raise ValueError(f"verl_ext.orchestra.options.max_workers is {max_workers}; it must be at least 1")
     plan = await planner(task.messages)
     if plan.valid:
         parts = plan.value[:max_workers]

@@ -204,8 +204,7 @@ def find(name: str, modules: Sequence[str] = ()) -> Orchestra:
 def check_options(team: Orchestra, given: Mapping[str, Any]) -> dict[str, Any]:
     """The orchestra's options: defaults, replaced by what is given.
 
-    Raises:
-        OptionError: unknown option or wrong type; the message names the key and the choices.
+    Raises OptionError: unknown option or wrong type; the message names the key and the choices.
     """
     where = "verl_ext.orchestra.options"
     values = dict(team.defaults)

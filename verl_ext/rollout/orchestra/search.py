@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from verl_ext.methods.options import AtLeastOne
 from verl_ext.rewards.arguments import references
 from verl_ext.rewards.qa import normalize
 from verl_ext.rollout.orchestra.agents import OrchestraFailure
@@ -79,8 +80,8 @@ async def search(
     searcher: BoundAgent,
     answerer: BoundAgent,
     *,
-    max_steps: int = 4,
-    top_k: int = 3,
+    max_steps: AtLeastOne = 4,
+    top_k: AtLeastOne = 3,
     unparsable_verdict: Literal["no", "yes"] = "no",
     on_retriever_failure: Literal["continue", "end"] = "continue",
 ) -> Outcome:
@@ -92,15 +93,12 @@ async def search(
     from searching.
 
     Options:
-        max_steps: steps at most, the answering one included; at least 1.
+        max_steps: steps at most, the answering one included.
         top_k: passages of one query.
         unparsable_verdict: what a verdict that can't be read counts as (Dr. MAS, released: yes).
         on_retriever_failure: ``continue``: the agents read that the search failed and go on; ``end``: the trajectory
             fails with the retriever's reason.
     """
-    for name, value in (("max_steps", max_steps), ("top_k", top_k)):
-        if value < 1:
-            raise ValueError(f"verl_ext.orchestra.options.{name} is {value}; it must be at least 1")
     known: list[str] = []
     searches = found = 0
     searched_first = retrieved = False

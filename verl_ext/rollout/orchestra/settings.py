@@ -232,8 +232,7 @@ def _changed(agent: Agent, change: AgentSettings | None, models: tuple[str, ...]
 def retriever(settings: OrchestraSettings) -> Retriever | None:
     """The run's retriever, shared by all trajectories of the process; None without one.
 
-    Raises:
-        OptionError: unknown kind or key, or a file or package that is missing.
+    Raises OptionError: unknown kind or key, or a file or package that is missing.
     """
     if settings.retriever is None:
         return None

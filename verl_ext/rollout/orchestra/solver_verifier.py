@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from verl_ext.methods.options import AtLeastOne
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.tags import tagged
@@ -37,17 +38,15 @@ async def solver_verifier(
     solver: BoundAgent,
     verifier: BoundAgent,
     *,
-    max_loops: int = 2,
+    max_loops: AtLeastOne = 2,
     unparsable_verdict: Literal["reject", "approve"] = "reject",
 ) -> Outcome:
     """Solve, verify, solve again. The answer is the last solution; the run's reward function judges it.
 
     Options:
-        max_loops: solutions at most; at least 1.
+        max_loops: solutions at most.
         unparsable_verdict: what a verdict that can't be read counts as (Dr. MAS, released: approve).
     """
-    if max_loops < 1:
-        raise ValueError(f"verl_ext.orchestra.options.max_loops is {max_loops}; it must be at least 1")
     history: list[dict[str, Any]] = []
     approved = False
     for loop in range(max_loops):

@@ -39,11 +39,7 @@ class Tools:
         self.given = {tool.name: tool for tool in given}
 
     def tool(self, agent: Agent, name: str) -> Any:
-        """One of an agent's tools.
-
-        Raises:
-            OptionError: it is not there.
-        """
+        """One of an agent's tools. Raises OptionError: it is not there."""
         from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
 
         known = {**FUNCTION_TOOL_REGISTRY, **self.given}
@@ -93,22 +89,19 @@ class Tools:
 
         async def use() -> str:
             with contained(f"tool {name}"):
-                return await answer()
-
-        async def answer() -> str:
-            if name not in tools:
-                raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
-            given = json.loads(arguments)
-            tool = tools[name]
-            if isinstance(tool, FunctionTool):
-                result = await tool.call(given)
-                return result if isinstance(result, str) else str(getattr(result, "text", result))
-            instance, _ = await tool.create()
-            try:
-                result, _, _ = await tool.execute(instance, given)
-                return result.text or ""
-            finally:
-                await tool.release(instance)
+                if name not in tools:
+                    raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
+                given = json.loads(arguments)
+                tool = tools[name]
+                if isinstance(tool, FunctionTool):
+                    result = await tool.call(given)
+                    return result if isinstance(result, str) else str(getattr(result, "text", result))
+                instance, _ = await tool.create()
+                try:
+                    result, _, _ = await tool.execute(instance, given)
+                    return result.text or ""
+                finally:
+                    await tool.release(instance)
 
         try:
             return await asyncio.wait_for(use(), timeout=self.timeout_s)

@@ -130,12 +130,7 @@ def _end_with_host() -> None:
 
 
 class Host:
-    """The host's loop; see the module's text.
-
-    Args:
-        control: connection to the process that started this one.
-        name: of the environment.
-    """
+    """The host's loop; see the module's text. `control` is the connection to the process that started this one."""
 
     def __init__(self, control: socket.socket, name: str) -> None:
         self.control, self.name = control, name

@@ -79,16 +79,9 @@ def _hgpo(algorithm: Any) -> bool:
 
 
 def read_options(config: Any) -> EnvironmentOptions:
-    """The options of a composed configuration of verl.
+    """The options of verl's whole config, with ``history_length`` settled.
 
-    Args:
-        config: the whole config (DictConfig or mapping).
-
-    Returns:
-        Options whose ``history_length`` is settled.
-
-    Raises:
-        OptionError: unknown key, bad value, or a ``history_length`` that is not HGPO's.
+    Raises OptionError: unknown key, bad value, or a ``history_length`` that is not HGPO's.
     """
     options = read(select(config, "verl_ext"), "environment", EnvironmentOptions, where=ROOT)
     algorithm = select(config, "algorithm", {})

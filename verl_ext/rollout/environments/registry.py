@@ -21,13 +21,9 @@ BUILT_IN = {
 
 
 def target(name: str) -> str:
-    """The import path ``module:Class`` of a name.
+    """The import path ``module:Class`` of a name, which is a key of :data:`BUILT_IN` or such a path itself.
 
-    Args:
-        name: a key of :data:`BUILT_IN`, or an import path itself.
-
-    Raises:
-        EnvironmentUnavailable: neither; the message names the nearest.
+    Raises EnvironmentUnavailable: neither; the message names the nearest.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -43,13 +39,9 @@ def target(name: str) -> str:
 
 
 def load(name: str) -> type:
-    """Import an environment class and look at it.
+    """Import an environment class by name and look at it.
 
-    Args:
-        name: see :func:`target`.
-
-    Raises:
-        EnvironmentUnavailable: it cannot be imported, lacks ``reset`` or ``step``, or needs a package that is missing.
+    Raises EnvironmentUnavailable: it cannot be imported, lacks ``reset`` or ``step``, or a package is missing.
     """
     path = target(name)
     try:

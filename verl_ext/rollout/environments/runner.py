@@ -198,11 +198,7 @@ class _Connection:
 
 
 class Host:
-    """The parent's side of a host process; one a kind of environment in this process.
-
-    Args:
-        name: name or import path of the environment.
-    """
+    """The parent's side of a host process; one a kind of environment (name or import path) in this process."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -109,11 +109,7 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
-    """The server of an event loop. See the module's text.
-
-    Args:
-        host: address that it listens on.
-    """
+    """The server of an event loop, listening on the address `host`. See the module's text."""
 
     def __init__(self, host: str) -> None:
         self.sessions: dict[str, Session] = {}

@@ -211,11 +211,7 @@ class BoundAgent:
 class Team:
     """One trajectory: keeps the calls that were made, counts what went wrong, and bounds both.
 
-    Args:
-        engine: makes the calls.
-        retriever: answers `Task.search`.
-        max_calls: model calls a trajectory may make.
-        max_tool_rounds: calls that one request to an agent with tools may lead to, beyond the first.
+    `retriever` answers `Task.search`; the bounds are those of `OrchestraSettings`.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """OpenAI's own client for one endpoint, in one event loop.
-
-    Args:
-        endpoint: see there.
-    """
+    """OpenAI's own client for one endpoint, in one event loop."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         from openai import AsyncOpenAI

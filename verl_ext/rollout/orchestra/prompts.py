@@ -15,13 +15,7 @@ CHARACTERS_A_TOKEN = 32
 
 
 def with_role(agent: Agent, messages: Sequence[Mapping[str, Any]], role_as: str) -> list[dict[str, Any]]:
-    """The whole conversation: role, the messages' own system messages, examples, the other messages.
-
-    Args:
-        agent: whose prompt it is.
-        messages: of the call.
-        role_as: the role is a ``system`` message, or the beginning of the first ``user`` message.
-    """
+    """The whole conversation: role (see `OrchestraSettings`), the messages' own system messages, examples, the others."""
     body = [dict(message) for message in messages]
     shown = [
         {"role": role, "content": text}
@@ -47,12 +41,7 @@ def halves(text: str, kept: int) -> str:
 
 
 def bound(messages: Sequence[Mapping[str, Any]], limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """Messages whose texts are not worth tokenising in full lose their middle; whether any did.
-
-    Args:
-        messages: chat messages.
-        limit: tokens of a prompt.
-    """
+    """Messages whose texts are not worth tokenising for `limit` tokens lose their middle; whether any did."""
     most, bounded, cut = CHARACTERS_A_TOKEN * limit, [], False
     for message in messages:
         content = message.get("content")

@@ -173,14 +173,9 @@ def _orchestra(name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[
 
 
 def find(name: str, modules: Sequence[str] = ()) -> Orchestra:
-    """The orchestra called `name`.
+    """The orchestra registered as `name`, after the import of `modules`, which define orchestras.
 
-    Args:
-        name: its registered name.
-        modules: import paths of the modules that define orchestras, imported first.
-
-    Raises:
-        OptionError: a module can't be imported, or no orchestra has the name; the known ones are listed.
+    Raises OptionError: a module can't be imported, or no orchestra has the name; the known ones are listed.
     """
     for path in modules:
         try:

@@ -15,7 +15,7 @@ CHARACTERS_A_TOKEN = 32
 
 
 def with_role(agent: Agent, messages: Sequence[Mapping[str, Any]], role_as: str) -> list[dict[str, Any]]:
-    """The whole conversation: role (see `OrchestraSettings`), the messages' own system messages, examples, the others."""
+    """The whole conversation: role, the messages' own system messages, examples, and the other messages."""
     body = [dict(message) for message in messages]
     shown = [
         {"role": role, "content": text}

@@ -39,13 +39,9 @@ def plain_text(rendering: str) -> str:
     return _LAST_ACTION.sub("", text).strip("\n")
 
 
-def _frozen_lake_map(env: Any) -> list[str]:
-    return [b"".join(row).decode() for row in env.unwrapped.desc]
-
-
 def frozen_lake(env: Any, observation: Any, view: str = "full") -> str:
     """A FrozenLake state: the map with P for the player, or less of it."""
-    rows = _frozen_lake_map(env)
+    rows = [b"".join(row).decode() for row in env.unwrapped.desc]
     row, column = divmod(int(observation), len(rows[0]))
     if view == "position":
         return f"row {row}, column {column}"

@@ -117,8 +117,7 @@ def read(config: Any, entry: Mapping[str, Any] | None = None) -> OrchestraSettin
     node = _plain(select(select(config, "verl_ext"), "orchestra", {}))
     if not isinstance(node, Mapping):
         raise OptionError(f"{WHERE} must hold keys such as name and options, but it is {node!r}.")
-    own = {key: _plain(value) for key, value in (entry or {}).items() if value is not None}
-    given = {**{key: value for key, value in node.items() if value is not None}, **own}
+    given = {key: _plain(value) for key, value in [*node.items(), *(entry or {}).items()] if value is not None}
     if isinstance(given.get("modules"), str):
         given["modules"] = [given["modules"]]
     read = options.read({"orchestra": given}, "orchestra", OrchestraSettings, where=WHERE)

@@ -88,9 +88,9 @@ def attributes(cls: type) -> dict[str, str]:
 
 
 def dataclass_rows(where: str, cls: type) -> list[tuple[str, Any, str]]:
-    docs = attributes(cls)
+    docs = {name: doc for base in cls.__mro__[-2::-1] for name, doc in attributes(base).items()}
     rows = []
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         rows.append((f"{where}.{field.name}", default, docs[field.name]))
     return rows

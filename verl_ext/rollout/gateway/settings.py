@@ -37,7 +37,7 @@ class Named:
 
 @dataclass(frozen=True)
 class GatewaySettings(Limits):
-    """``verl_ext.gateway``.
+    """``verl_ext.gateway``; its ``max_calls`` bounds requests, refused ones included.
 
     Attributes:
         agent: the agent, ``pkg.module:function`` or ``path/to/file.py:function``.

@@ -29,7 +29,7 @@ class Limits:
     """What bounds a trajectory, of an orchestra or of the gateway's agent.
 
     Attributes:
-        max_calls: model calls a trajectory may make; of the gateway requests, refused ones included.
+        max_calls: model calls a trajectory may make.
         call_timeout_s: seconds for one model call.
         time_limit_s: seconds for one trajectory, its judgement included.
         reward_timeout_s: seconds for one judgement by the reward function.

@@ -37,10 +37,7 @@ from pathlib import Path
 from string import Formatter
 
 FOLDER = Path(__file__).resolve().parent.parent / "prompts"
-MESSAGE_FIELDS = (
-    *("task", "prompt", "observation", "actions", "history"),
-    *("shown", "step", "steps_before", "max_steps"),
-)
+MESSAGE_FIELDS = tuple("task prompt observation actions history shown step steps_before max_steps".split())
 PAIR_FIELDS = ("observation", "action", "number")
 SECTIONS = {"system": MESSAGE_FIELDS, "first": MESSAGE_FIELDS, "later": MESSAGE_FIELDS, "pair": PAIR_FIELDS}
 

@@ -151,15 +151,6 @@ def _extend_trainers(module: Any) -> None:
         wraps.replace(target, make)
 
 
-def _float32_sum_pi_squared(module: Any) -> None:
-    """In a run of ours the engine's sum of squared probabilities is computed in float32."""
-    if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import wraps
-        from verl_ext.methods.vocabulary import sum_pi_squared
-
-        wraps.replace(wraps.SUM_PI_SQUARED, lambda original: sum_pi_squared)
-
-
 def _one_pass_engines(module: Any) -> None:
     """In a run of ours the FSDP engines can compute all that they read from the logits in one pass."""
     if os.environ.get(STRICT) == "1":
@@ -169,7 +160,12 @@ def _one_pass_engines(module: Any) -> None:
 
 
 def _training_engines(module: Any) -> None:
-    _float32_sum_pi_squared(module)
+    """In a run of ours the engine's sum of squared probabilities is computed in float32, too."""
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration import wraps
+        from verl_ext.methods.vocabulary import sum_pi_squared
+
+        wraps.replace(wraps.SUM_PI_SQUARED, lambda original: sum_pi_squared)
     _one_pass_engines(module)
 
 

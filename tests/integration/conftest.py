@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the tests that start verl's engines."""
+"""What several tests here start from: verl's store of rollouts, and the model of the tests of its engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import engine_process as cases
 import pytest
 import torch
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """verl's store of rollouts in a Ray of its own."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
+    tq.init()
+    yield tq
+    tq.close()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

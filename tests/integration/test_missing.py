@@ -29,19 +29,6 @@ from verl_ext.recipes import recipe_root, verl_config_dir
 pytestmark = pytest.mark.slow  # starts Ray
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[Any]:
-    """verl's store of rollouts in a Ray of its own."""
-    import ray
-    import transfer_queue as tq
-
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
-    tq.init()
-    yield tq
-    tq.close()
-    ray.shutdown()
-
-
 @pytest.fixture
 def clean(store: Any) -> Iterator[Any]:
     """The store, emptied after the test."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,19 +202,6 @@ class TestConfiguration:
 
 
 # ---- whose rows they are --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Any]:
-    """verl's store of rollouts in a Ray of its own."""
-    import ray
-    import transfer_queue as tq
-
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
-    tq.init()
-    yield tq
-    tq.close()
-    ray.shutdown()
 
 
 def put(store: Any, models: list[str | None], masks: list[list[int]]) -> KVBatchMeta:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,19 +112,6 @@ def test_rules_add_up_and_one_may_be_switched_off() -> None:
 
 
 # ---- a batch -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Any]:
-    """verl's store of rollouts in a Ray of its own."""
-    import ray
-    import transfer_queue as tq
-
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
-    tq.init()
-    yield tq
-    tq.close()
-    ray.shutdown()
 
 
 class Tokenizer:

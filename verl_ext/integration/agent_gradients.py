@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration.micro_batch import said
+
 KEY = "verl_ext.agent_gradients"
 
 AGENTS = "verl_ext_agents"
@@ -48,9 +50,7 @@ class AgentGradientsMixin:
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """verl's own, once for each agent with rows in the mini-batch of any rank, if the batch asks for it. Raises
         RuntimeError: the batch says how many agents there are and not whose the rows are."""
-        from verl.utils import tensordict_utils as tu
-
-        agents = 0 if forward_only else int(tu.get_non_tensor_data(data=data, key=AGENTS, default=0))
+        agents = 0 if forward_only else int(said(data, AGENTS, 0))
         present = self._agents_present(data, agents) if agents else []
         if not present:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]

@@ -118,9 +118,11 @@ def check(config: Any) -> list[str]:
 
 
 def _check_trainer(config: Any, found: DvpOptions) -> None:
+    from verl.trainer.ppo.utils import need_reference_policy
+
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     engines = {"actor_rollout_ref.actor.strategy": actor.strategy}
-    if _has_reference(config) and found.prune_reference:
+    if need_reference_policy(config) and found.prune_reference:
         engines["actor_rollout_ref.ref.strategy"] = config.actor_rollout_ref.ref.strategy
     for key, strategy in engines.items():
         if strategy not in ("fsdp", "fsdp2"):
@@ -136,12 +138,6 @@ def _check_trainer(config: Any, found: DvpOptions) -> None:
         raise OptionError(
             "dvp prunes the vocabulary, but distillation.enabled=true compares all of it. Switch one of them off."
         )
-
-
-def _has_reference(config: Any) -> bool:
-    return bool(
-        config.actor_rollout_ref.actor.get("use_kl_loss", False) or config.algorithm.get("use_kl_in_reward", False)
-    )
 
 
 def _check_sampler(config: Any, rho: float) -> None:
@@ -244,12 +240,6 @@ class Sampler:
     temperature: float
     validation_temperature: float
 
-    @classmethod
-    def of(cls, config: Any, rho: float) -> Sampler:
-        """The rule for a composed configuration."""
-        rollout = config.actor_rollout_ref.rollout
-        return cls(rho, float(rollout.temperature), float(rollout.val_kwargs.temperature))
-
     def apply(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """`params` of one request with ``min_p``. Raises OptionError: an agent loop asks for another distribution than
         the one that is trained."""
@@ -287,16 +277,12 @@ class PrunedClientMixin:
 
     def __reduce__(self) -> Any:
         # The class is made at run time, so what travels to the agent loops is its base.
-        return _rebuild, (_base_of(type(self)), self.__dict__)
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
 
 
 @functools.cache
 def _pruned(client_class: type) -> type:
     return type(client_class.__name__, (PrunedClientMixin, client_class), {"__module__": __name__})
-
-
-def _base_of(pruned: type) -> type:
-    return pruned.__mro__[2]
 
 
 def _rebuild(client_class: type, state: dict[str, Any]) -> Any:
@@ -319,17 +305,8 @@ def guard(client: Any, sampler: Sampler) -> Any:
 def set_metrics(
     in_set: torch.Tensor, kept_mass: torch.Tensor, set_size: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
-    """How much the trainer's safe set keeps, and how many sampled tokens it leaves out.
-
-    Args:
-        in_set, kept_mass, set_size: [B, T] float, at each response token.
-        mask: [B, T] 0/1, model tokens as the rollout wrote them.
-
-    Returns:
-        ``dvp/out_of_set_fraction`` of the model tokens, the same in each quarter of the rows' model tokens
-        (``dvp/out_of_set_fraction/quarter_{1..4}``), ``dvp/set_size/{mean,max}`` in tokens and
-        ``dvp/kept_mass/{mean,min}``.
-    """
+    """How much the trainer's safe set keeps, and how many sampled tokens it leaves out, in all and in each quarter of
+    the rows' model tokens. All [B, T]: at each response token, `mask` 0/1 as the rollout wrote it."""
     chosen = mask.bool()
     total = int(chosen.sum())
     if not total:

@@ -14,8 +14,7 @@ loss, whose arguments have no place for it, finds it with `current`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,16 +41,6 @@ _reference: weakref.ref[Any] | None = None
 def current() -> dict[str, torch.Tensor] | None:
     """`OUTPUTS` of the micro-batch whose loss is computed, [B, T] each; None outside of one that imitates."""
     return _current.get()
-
-
-@contextmanager
-def imitating(outputs: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Make `outputs` what `current` returns inside the block."""
-    token = _current.set(outputs)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 class ImitationMixin:
@@ -178,8 +167,7 @@ def teacher_columns(at: Positions, top_k: int) -> dict[str, torch.Tensor]:
 
 
 def _reference_logits(micro_batch: Any) -> torch.Tensor:
-    """The reference's logits at the response positions, [N, V], after the temperature. Raises RuntimeError: its engine
-    is not in this process."""
+    """The reference's logits at the response positions, [N, V], after the temperature."""
     reference = None if _reference is None else _reference()
     if reference is None:
         raise RuntimeError(
@@ -198,7 +186,10 @@ def _imitating(loss_function: Callable[..., Any]) -> Callable[..., Any]:
         from verl.workers.utils.padding import no_padding_2_padding
 
         outputs = {name: no_padding_2_padding(model_output[name], data) for name in OUTPUTS}
-        with imitating(outputs):
+        token = _current.set(outputs)
+        try:
             return loss_function(model_output=model_output, data=data, **more)
+        finally:
+            _current.reset(token)
 
     return loss

@@ -73,15 +73,8 @@ def _prepare_or_exit(config: Any) -> None:
 
 
 def _config_of_the_job() -> Any:
-    """What Hydra hands to the job that it is about to start.
-
-    Hydra copies the configuration before it calls on_job_start and tells the callback of the original alone, so what
-    is completed there would not reach the job. The copy is a local variable of the caller (hydra-core 1.3,
-    core/utils.py `run_job`).
-
-    Raises:
-        SystemExit: this Hydra goes about it in another way.
-    """
+    """Hydra's copy of the configuration for the job that it is about to start, which no callback is told: a local
+    variable of the caller (hydra-core 1.3, core/utils.py `run_job`)."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not run_job.__code__:
         frame = frame.f_back
@@ -136,12 +129,7 @@ def prepare(config: Any) -> None:
 
 
 def _sandbox(config: Any) -> str:
-    """``verl_ext.sandbox`` as JSON. Where the run is known to use the sandbox, its layers are named in the log.
-
-    Raises:
-        OptionError: unknown key or bad value.
-        CageError: the run would use the sandbox and this machine has not what the cage needs.
-    """
+    """``verl_ext.sandbox`` as JSON. Where the run is known to use the sandbox, its layers are checked and logged."""
     options = read(config.get("verl_ext"), "sandbox", SandboxOptions, where="verl_ext.sandbox")
     users = [
         str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith(("rewards.math", "rewards.code")),
@@ -166,12 +154,7 @@ def _to_ray(config: Any, environment: Mapping[str, str]) -> None:
         init = OmegaConf.select(config, "ray_kwargs.ray_init")
         if init is None:
             OmegaConf.update(config, "ray_kwargs.ray_init", {}, force_add=True)
-        given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars")
+        key = "ray_kwargs.ray_init.runtime_env"
+        given = OmegaConf.select(config, f"{key}.env_vars")
         given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
-        OmegaConf.update(
-            config,
-            "ray_kwargs.ray_init.runtime_env",
-            {"env_vars": {**environment, **given}},
-            merge=True,
-            force_add=True,
-        )
+        OmegaConf.update(config, key, {"env_vars": {**environment, **given}}, merge=True, force_add=True)

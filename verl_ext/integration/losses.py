@@ -168,8 +168,7 @@ def _unclipped(
 
 
 def _options(config: Any, loss: str, option: str) -> Any:
-    """The actor's ``policy_loss``, which carries the options of the loss. Raises ValueError: it has not the option by
-    which it is known."""
+    """The actor's ``policy_loss``, which carries the options of the loss."""
     options: Any = getattr(config, "policy_loss", None)
     if not hasattr(options, option):
         raise ValueError(
@@ -180,10 +179,7 @@ def _options(config: Any, loss: str, option: str) -> Any:
 
 
 def _metrics(stats: dict[str, Any], q: float) -> dict[str, Any]:
-    """verl's own names where it has them, the filter's under ``actor/kpo``; one transfer from the device.
-
-    The largest log ratios are maxima over micro-batches and ranks, which verl would average.
-    """
+    """verl's own names where it has them; the largest log ratios are maxima, which verl would average."""
     from verl.utils.metric import AggregationType, Metric
 
     wraps.replace(wraps.LOSS_METRICS, _keeping_metrics)

@@ -132,10 +132,7 @@ def _by_hand(name: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.
 
 
 def _shares(parts: list[Any], total: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
-    """What each component brings: root mean square, correlation with the others, share of the mixture's norm.
-
-    The share of component k is <w_k A_k, A> / <A, A> over the model tokens; the shares add up to 1.
-    """
+    """Of each component root mean square, correlations, and share <w_k A_k, A> / <A, A>; the shares add up to 1."""
     chosen = response_mask.bool()
     if not bool(chosen.any()):
         return {}

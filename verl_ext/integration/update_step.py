@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration.micro_batch import said
+
 NORMALISE = "verl_ext_normalise"
 """``all`` or ``kept``: what a loss with rejected tokens is divided by."""
 
@@ -39,10 +41,7 @@ class UpdateStepMixin:
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own; without a step of the optimiser where no token of the mini-batch is kept."""
-        from verl.utils import tensordict_utils as tu
-
-        factor = tu.get_non_tensor_data(data=data, key=LEARNING_RATE, default=None)
-        normalise = tu.get_non_tensor_data(data=data, key=NORMALISE, default=None)
+        factor, normalise = said(data, LEARNING_RATE, None), said(data, NORMALISE, None)
         self._factor = 1.0 if factor is None else float(factor)
         if normalise is not None:
             output = self._train_on_kept(data, loss_function, normalise)
@@ -61,7 +60,7 @@ class UpdateStepMixin:
             loss_function = _nothing
         elif normalise == "kept":
             data["loss_mask"] = data["response_mask"]
-            size = tu.get_non_tensor_data(data=data, key="global_batch_size", default=None)
+            size = said(data, "global_batch_size", None)
             if size is not None:
                 tu.assign_non_tensor(data, global_batch_size=size * rows / all_rows)
         try:

@@ -70,7 +70,10 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             "log_seqlen_unbalance(seqlen_list, partitions, prefix)",
         ),
     },
-    PRUNING: {"verl.workers.rollout.llm_server": ("LLMServerClient.generate(request_id, sampling_params)",)},
+    PRUNING: {
+        "verl.trainer.ppo.utils": ("need_reference_policy",),
+        "verl.workers.rollout.llm_server": ("LLMServerClient.generate(request_id, sampling_params)",),
+    },
     MODELS: {
         "transfer_queue": ("KVBatchMeta.select_keys",),
         "verl.single_controller.base.decorator": ("Dispatch.ONE_TO_ALL", "register(dispatch_mode)"),

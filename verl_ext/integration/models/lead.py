@@ -177,15 +177,8 @@ class LeadMixin(ModelSide):
     def _each(
         self, verls: Any, method: str, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Call a method of every model's trainer with its rows: models of one pool in turn, pools at the same time.
-
-        Args:
-            verls: the lead's own class from verl's on, for the model ``policy``.
-            metrics: of the run; gets what the engines report for its parts. A model's own go under its name.
-
-        Returns:
-            What the method returned, by model.
-        """
+        """Call a method of every model's trainer (`verls`: the lead's own class from verl's on) with its rows, models
+        of one pool in turn, pools at the same time; what it returned, by model. A model's metrics go under its name."""
         queues: dict[str, list[Callable[[], tuple[str, Any, dict[str, Any]]]]] = defaultdict(list)
         for name, trainer in self._trainers().items():
             keys = [key for key in batch.keys if self._model_of[key] == name]

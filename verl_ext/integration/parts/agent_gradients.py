@@ -56,15 +56,7 @@ class AgentGradients(Part):
 
 
 def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    """The agent of each row of a batch, by the row's storage key.
-
-    Args:
-        columns: row fields, ``agent_id`` [B] among them.
-        keys: [B] storage keys.
-
-    Raises:
-        RowFieldMissing: the rows carry no agent_id.
-    """
+    """The agent of each row by its storage key. Raises RowFieldMissing: the rows carry no ``agent_id``."""
     if "agent_id" not in columns:
         raise demand("agent_id", KEY)
     return {key: str(agent) for key, agent in zip(keys, columns["agent_id"], strict=True)}
@@ -73,16 +65,7 @@ def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, s
 def number_agents(
     agent_of: Mapping[str, str], keys: Sequence[str], padding: Sequence[bool]
 ) -> tuple[list[str], torch.Tensor]:
-    """The agents of a batch and which of them each row is of.
-
-    Args:
-        agent_of: of `agent_by_key`.
-        keys: [B] storage keys.
-        padding: [B] whether a row is padding.
-
-    Returns:
-        Names in alphabetical order, and the column `AGENT`.
-    """
+    """The agents of the rows [B] of a batch in alphabetical order, and the column `AGENT`."""
     of_row = [None if pad else agent_of[key] for key, pad in zip(keys, padding, strict=True)]
     names = sorted({name for name in of_row if name is not None})
     place = {name: number for number, name in enumerate(names)}
@@ -90,18 +73,8 @@ def number_agents(
 
 
 def named_metrics(metrics: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """Take what the engine reported by number out of verl's actor metrics.
-
-    Args:
-        metrics: of the step, after verl has reduced them over updates; changed.
-        names: of `number_agents`.
-
-    Returns:
-        ``agent/<name>/grad_norm/{mean,max}`` over the updates of the step in which the agent has rows.
-
-    Raises:
-        RuntimeError: the engine has reported nothing.
-    """
+    """What the engine reported by number, taken out of verl's metrics of the step: ``agent/<name>/grad_norm/*``
+    over the updates in which the agent has rows. Raises RuntimeError: the engine has reported nothing."""
     out = {}
     for number, name in enumerate(names):
         for statistic in ("mean", "max"):

@@ -78,7 +78,10 @@ class Pruning(Part):
 
     def client(self, client: Any) -> Any:
         """verl's client of the rollout servers, with ``min_p`` on every request."""
-        return client if self.rho is None else guard(client, Sampler.of(self.config, self.rho))
+        if self.rho is None:
+            return client
+        rollout = self.config.actor_rollout_ref.rollout
+        return guard(client, Sampler(self.rho, float(rollout.temperature), float(rollout.val_kwargs.temperature)))
 
     def info(self, what: str) -> dict[str, Any]:
         """What the engine is told with a batch for ``old`` log-probabilities, the ``reference`` or the ``update``."""
@@ -208,15 +211,8 @@ class Pruning(Part):
 
 
 def check_guarded(noted: Mapping[str, Mapping[str, Any]], rho: float) -> None:
-    """Refuse to train on rollouts whose requests did not go through the client that sends ``min_p``.
-
-    Args:
-        noted: what the processes of the agent loops have noted.
-        rho: ``dvp.rho``.
-
-    Raises:
-        RuntimeError: none of them has sent a request with it.
-    """
+    """Refuse to train on rollouts whose requests did not go through the client that sends ``min_p``: none of the agent
+    loops' processes has noted one. Raises RuntimeError."""
     if not any(note.get("rho") == rho for note in noted.values()):
         raise RuntimeError(
             f"dvp.rho={rho:g}: there are rollouts, but no agent loop has sent a request through verl's client with "

@@ -96,10 +96,7 @@ class Updates(Part):
         return batch
 
     def _verls_updates(self, batch: Any, ranks: int) -> int:
-        """verl's number of mini-batches if it would matter which rows meet in one, else 0.
-
-        verl divides by the tokens of a mini-batch, and one of rows that were taken out has none.
-        """
+        """verl's number of mini-batches if there might be one of rows that were taken out, without a token, else 0."""
         if not any(is_real(tag) and not is_trained(tag) for tag in batch.tags):
             return 0
         policy = self.config.actor_rollout_ref
@@ -116,11 +113,7 @@ class Updates(Part):
     @contextmanager
     def around_update(self, role: str, batch: Any) -> Iterator[None]:
         if role == "actor":
-            section, group, method = (
-                self.config.actor_rollout_ref.actor,
-                self.trainer.actor_rollout_wg,
-                "update_actor",
-            )
+            section, group, method = self.config.actor_rollout_ref.actor, self.trainer.actor_rollout_wg, "update_actor"
         else:
             section, group, method = self.config.critic, self.trainer.critic_wg, "train_mini_batch"
         n, changes = int(self.config.actor_rollout_ref.rollout.n), None
@@ -211,13 +204,7 @@ def fixed_mode(loss: str) -> str | None:
 
 
 def row_multiple(config: Any, updates: int, ranks: int, critic: bool) -> int:
-    """The number of rows of a batch must be a multiple of this, so that every step can split it evenly.
-
-    Args:
-        updates: updates of a batch.
-        ranks: data-parallel size.
-        critic: whether a critic is trained.
-    """
+    """The number of rows of a batch must be a multiple of this, so that every step can split it evenly over `ranks`."""
     policy = config.actor_rollout_ref
     multiple = updates * ranks
     if not policy.actor.use_dynamic_bsz:
@@ -286,17 +273,8 @@ def _least_loaded(
 
 
 def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
-    """Reorder a padded batch in place so that verl's even cuts give the mini-batches of `deal`.
-
-    Args:
-        batch: verl's KVBatchMeta; ``tags`` hold ``seq_len`` and, for padding, ``is_padding``.
-        updates: number of mini-batches.
-        ranks: data-parallel size.
-
-    Returns:
-        Metrics: ``updates/mini_batch_tokens/{min,max}`` (prompt and response tokens, without padding rows) and verl's
-        ``global_seqlen/*`` for the ranks as they now are.
-    """
+    """Reorder a padded batch in place so that verl's even cuts give the mini-batches of `deal`. Returns as metrics the
+    prompt and response tokens of the mini-batches, and verl's ``global_seqlen/*`` for the ranks as they now are."""
     import torch
     from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 
@@ -315,18 +293,8 @@ def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
 
 
 def settings(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], n: int, updates: int, mode: str) -> dict[str, Any]:
-    """What verl's worker is told about the mini-batches of a batch.
-
-    Args:
-        keys: storage keys of the rows, padding included.
-        tags: verl's tags of the rows.
-        n: ``rollout.n``, samples a prompt.
-        updates: number of mini-batches.
-        mode: ``loss_agg_mode``.
-
-    Returns:
-        ``mini_batch_size`` in rows and ``global_batch_size``, verl's name for the divisor of the seq-mean modes.
-    """
+    """What verl's worker is told of a batch, padding included, with `n` samples a prompt: ``mini_batch_size`` in rows
+    and ``global_batch_size``, verl's name for the divisor of the seq-mean modes."""
     real = [key for key, tag in zip(keys, tags, strict=True) if is_trained(tag)]
     prompts = {split_key(key)[0] for key in real}
     units = len(real) if mode == "seq-mean-token-mean" else len(prompts) * n
@@ -335,11 +303,8 @@ def settings(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], n: int, upd
 
 @contextmanager
 def told(worker_group: Any, method: str, changes: Mapping[str, Any] | None) -> Iterator[None]:
-    """Add `changes` to the ``extra_info`` of the batch that verl hands to a method of a worker group in this block.
-
-    verl writes its own sizes there right before the call, so this is the only place where others can be said. Nothing
-    happens when `changes` is None.
-    """
+    """Add `changes`, if any, to the ``extra_info`` of the batch that verl hands to a method of a worker group in this
+    block: verl 0.9.1 writes its own sizes there right before the call, so others can be said here alone."""
     if changes is None:
         yield
         return
@@ -361,16 +326,7 @@ def told(worker_group: Any, method: str, changes: Mapping[str, Any] | None) -> I
 
 
 def step_metrics(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], rows: int, epochs: int) -> dict[str, float]:
-    """How a batch was cut.
-
-    Args:
-        keys, tags: of the padded batch.
-        rows: rows of a mini-batch.
-        epochs: ``ppo_epochs``.
-
-    Returns:
-        ``updates/per_batch`` (optimiser steps), ``updates/mini_batch_rows`` and ``updates/padding_rows``.
-    """
+    """How a padded batch was cut into mini-batches of `rows` rows."""
     return {
         "updates/per_batch": float(len(keys) // rows * epochs),
         "updates/mini_batch_rows": float(rows),

@@ -183,12 +183,7 @@ def find_recipe(name: str) -> Recipe:
 
 def is_table(name: str) -> bool:
     """Whether ``recipe/<name>.yaml`` is the table of a paper and not a recipe."""
-    try:
-        path = recipe_root() / GROUP / f"{name}.yaml"
-        with path.open(encoding="utf-8") as file:
-            return file.readline().strip() == TABLE_LINE
-    except (OSError, ValueError, RecipeError):
-        return False
+    return name in table_paths()
 
 
 def table_paths() -> dict[str, Path]:

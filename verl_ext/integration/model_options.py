@@ -225,22 +225,20 @@ def _check_run(config: Any) -> None:
     refused = {
         "trainer.v1.trainer_mode=separate_async: its standalone servers are the policy's alone. Use sync or "
         "colocate_async": get("trainer.v1.trainer_mode") == "separate_async",
-        "distillation.enabled=true: verl's teachers know one student": bool(get("distillation.enabled")),
-        "reward.reward_model.enable=true without enable_resource_pool: it reads all rows with one tokenizer": bool(
-            get("reward.reward_model.enable")
-        )
-        and not get("reward.reward_model.enable_resource_pool"),
-        "actor_rollout_ref.rollout.disaggregation.enabled=true": bool(
-            get("actor_rollout_ref.rollout.disaggregation.enabled")
+        "distillation.enabled=true: verl's teachers know one student": get("distillation.enabled"),
+        "reward.reward_model.enable=true without enable_resource_pool: it reads all rows with one tokenizer": (
+            get("reward.reward_model.enable") and not get("reward.reward_model.enable_resource_pool")
+        ),
+        "actor_rollout_ref.rollout.disaggregation.enabled=true": get(
+            "actor_rollout_ref.rollout.disaggregation.enabled"
         ),
         "a critic (algorithm.adv_estimator=gae or critic.enable=true): one for each model has not been run. Choose an "
         "estimator without a critic": has_critic(config),
-        "algorithm.kl_ctrl.type=adaptive: it follows the divergence of one model. Set it to fixed": bool(
-            get("algorithm.use_kl_in_reward")
-        )
-        and get("algorithm.kl_ctrl.type") == "adaptive",
+        "algorithm.kl_ctrl.type=adaptive: it follows the divergence of one model. Set it to fixed": (
+            get("algorithm.use_kl_in_reward") and get("algorithm.kl_ctrl.type") == "adaptive"
+        ),
         "dvp: pruning keeps the state of one model. Leave out the recipe dvp": get("dvp") is not None,
-        "algorithm.rejection: rejected tokens are told to one engine. Leave out the rejection rules": bool(
+        "algorithm.rejection: rejected tokens are told to one engine. Leave out the rejection rules": (
             get("algorithm.rejection")
         ),
     }

@@ -122,16 +122,8 @@ def ask(config: Any, count: int) -> None:
 
 
 def check(config: Any, divergence: str, count: int, limit_gib: float) -> list[str]:
-    """Refuse what cannot give the divergence, and batches whose distributions are too large.
-
-    Args:
-        divergence: ``exact`` or ``top_k``.
-        count: log-probabilities a token; -1: the vocabulary.
-        limit_gib: GiB of a batch's distributions at most.
-
-    Returns:
-        Warnings.
-    """
+    """Refuse what cannot give the divergence, and batches whose distributions (`count` numbers a token; -1: the whole
+    vocabulary) take more than `limit_gib`. Returns warnings."""
     policy = config.actor_rollout_ref
     mode = select(select(config.trainer, "v1"), "trainer_mode", "sync")
     refused = {

@@ -410,15 +410,8 @@ def check_overrides(mixin: type, base: type) -> None:
             raise wraps.UnsupportedVerl(f"{where}, which is not there in {installed()}")
         ours, theirs = (_parameters(function) for function in (method, original))
         gone = [] if _open(theirs) else [p for p in ours if p not in theirs and not _variadic(ours[p])]
-        new = (
-            []
-            if _open(ours)
-            else [
-                p
-                for p in theirs
-                if p not in ours and not _variadic(theirs[p]) and theirs[p].default is inspect.Parameter.empty
-            ]
-        )
+        needed = [p for p in theirs if not _variadic(theirs[p]) and theirs[p].default is inspect.Parameter.empty]
+        new = [] if _open(ours) else [p for p in needed if p not in ours]
         for what, parameters in (("no longer takes", gone), ("asks for", new)):
             if parameters:
                 raise wraps.UnsupportedVerl(f"{where}, which {what} {', '.join(parameters)} in {installed()}")

@@ -22,15 +22,7 @@ STRIDE = 1000
 
 
 class MemberMixin(ModelSide):
-    """Mixin in front of a V1 trainer of verl.
-
-    Args:
-        config: of the whole run.
-
-    Attributes:
-        model: which model; of the class (`member`).
-        lead: the run's trainer; of the class.
-    """
+    """Mixin in front of a V1 trainer of verl, whose class has the model and the run's trainer (`member`)."""
 
     config: Any
     model: model_options.Model
@@ -87,13 +79,7 @@ class MemberMixin(ModelSide):
 
 
 def member(model: model_options.Model, lead: Any, bases: tuple[type, ...]) -> Any:
-    """The trainer of a further model.
-
-    Args:
-        model: which.
-        lead: the run's trainer.
-        bases: verl's trainer class of the run's mode.
-    """
+    """The trainer of a further model; `bases` begins with verl's trainer class of the run's mode."""
     made = type("Member", (MemberMixin, *bases), {"model": model, "lead": lead, "__module__": __name__})
     return made(lead.config)
 

@@ -76,19 +76,8 @@ def _gamma(config: Any, names: list[str]) -> list[str]:
 def estimate(
     verls: Callable[..., Any], data: Any, keys: list[str], name: Any, active: ActiveBatch, **settings: Any
 ) -> Any:
-    """verl's advantage computation with the row fields at hand, and the parts of a mixture computed by verl too.
-
-    Args:
-        verls: verl's ``compute_advantage_for_multi_trajectories``.
-        data: DataProto with columns [B, T].
-        keys: [B] storage keys.
-        name: ``algorithm.adv_estimator``.
-        active: the row fields of the batch.
-        settings: verl's further arguments.
-
-    Returns:
-        `data` with ``advantages`` and ``returns`` [B, T].
-    """
+    """verl's ``compute_advantage_for_multi_trajectories`` with the row fields at hand, and the parts of a mixture
+    computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]."""
 
     def compute(data: Any, name: Any) -> Any:
         kept = active.columns.get("row_mask")
@@ -150,16 +139,8 @@ def complete(active: ActiveBatch, data: Any) -> None:
 
 
 def check_rewards(fields: Mapping[str, Any], token_level_rewards: torch.Tensor, keys: Sequence[str]) -> None:
-    """Refuse a NaN or infinite reward.
-
-    Args:
-        fields: row fields by name; ``turn_reward`` [B] float64 if present, ``valid_row`` [B] bool.
-        token_level_rewards: [B, T] float.
-        keys: storage keys of the rows.
-
-    Raises:
-        BatchError: names uid, trajectory and turn of the first bad row.
-    """
+    """Refuse a NaN or infinite reward, of tokens [B, T] or of a row's turn. Raises BatchError: names uid, trajectory
+    and turn of the first bad row."""
     bad = ~torch.isfinite(token_level_rewards).all(-1)
     if "turn_reward" in fields:
         bad |= ~torch.isfinite(torch.as_tensor(fields["turn_reward"]))

@@ -27,12 +27,7 @@ class MetricsFile(Part):
 
 
 def earlier_lines(path: Path, resumed_step: int) -> list[bytes]:
-    """Whole JSON lines of `path` for steps up to `resumed_step`; a line cut short by a kill is dropped.
-
-    Args:
-        path: jsonl file of verl's ``file`` logger, or the copy that `keep_earlier_metrics` makes of it.
-        resumed_step: last step of the checkpoint; later steps are about to be run again.
-    """
+    """Whole JSON lines of `path` for steps up to `resumed_step`; a line cut short by a kill is dropped."""
     lines = []
     for line in path.read_bytes().splitlines():
         try:
@@ -49,10 +44,6 @@ def keep_earlier_metrics(original: type, resumed_step: int) -> type:
 
     A run that starts from step 0 over an existing file moves that file aside (``name.1.jsonl``, ``name.2.jsonl``, ...)
     instead of deleting it.
-
-    Args:
-        original: verl's FileLogger.
-        resumed_step: `global_steps` of the trainer after loading its checkpoint; 0 for a fresh run.
     """
 
     class FileLogger(original):

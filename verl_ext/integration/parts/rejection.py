@@ -340,12 +340,7 @@ def store(batch: Any, mask: torch.Tensor) -> None:
 
 
 def forget(batch: Any, said: Sequence[Any]) -> None:
-    """Take the sampler's distributions out of the rows, here and in verl's store.
-
-    Args:
-        batch: verl's KVBatchMeta of B rows.
-        said: [B] their ``extra_fields``, which are changed.
-    """
+    """Take the sampler's distributions out of the rows' ``extra_fields``, here and in verl's store."""
     import transfer_queue as tq
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 

@@ -66,15 +66,8 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
 
 
 def require_a_row(columns: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Refuse a batch of which no row may be trained on; verl would divide by nothing or fail in its own words.
-
-    Args:
-        columns: ``valid_row`` [B] bool.
-        metrics: what :func:`rollout_metrics` returned for the batch.
-
-    Raises:
-        BatchError: names the reasons that the agent loops gave.
-    """
+    """Refuse a batch of which no row may be trained on; verl would divide by nothing or fail in its own words. Raises
+    BatchError: names the reasons that the agent loops gave."""
     if np.asarray(columns["valid_row"], dtype=bool).any():
         return
     prefix = "rollout/failures/"

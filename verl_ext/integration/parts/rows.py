@@ -19,6 +19,10 @@ OF_KERNELS = ("correct", "speedup", "coverage", "decoy", "kernel_status")
 """Row fields of the loop ``verl_ext_kernels``, written where the rows have them."""
 
 
+TYPED: Mapping[str, type] = {"agent_id": str, "model": str, "turn_reward": float, "is_action_valid": bool}
+"""Row fields that are written where the rows have them, and what they are in the file."""
+
+
 class Rows(Part):
     """``verl_ext.rows_dir``: who, which turn, for what reward and advantage."""
 
@@ -66,17 +70,8 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
         }
         if "row_mask" in columns:  # of rejection rules; response_tokens are those that are trained on
             record["kept"] = bool(columns["row_mask"][i])
-        if "agent_id" in columns:
-            record["agent_id"] = str(columns["agent_id"][i])
-        if "model" in columns:
-            record["model"] = str(columns["model"][i])
-        if "turn_reward" in columns:
-            record["turn_reward"] = float(columns["turn_reward"][i])
-        if "is_action_valid" in columns:
-            record["is_action_valid"] = bool(columns["is_action_valid"][i])
-        if "anchor_obs" in columns:
-            record["anchor_obs"] = columns["anchor_obs"][i]
-        record.update({name: columns[name][i] for name in OF_KERNELS if name in columns})
+        record.update({name: kind(columns[name][i]) for name, kind in TYPED.items() if name in columns})
+        record.update({name: columns[name][i] for name in ("anchor_obs", *OF_KERNELS) if name in columns})
         records.append(record)
     return sorted(records, key=lambda record: (record["index"], record["traj_uid"], record["turn_index"]))
 

@@ -123,7 +123,7 @@ class OnePassMixin:
             size = labels.shape[0]
             chosen = torch.nn.functional.pad(chosen, (0, parts * size - chosen.shape[0]))
             chosen = chosen[part * size : (part + 1) * size]
-        flat = _statistics(logits, labels, temperature, chosen, into=chosen, **wanted)
+        flat = _statistics(logits, labels, temperature, chosen, **wanted)
         gather, pad = self._gather_and_unpad_packed, args["pad_size"]  # type: ignore[attr-defined]
         out: dict[str, torch.Tensor] = {n: gather(flat[n], pad) for n in ("log_probs", "entropy") if n in flat}
         constant = [name for name in flat if name not in out]
@@ -150,8 +150,12 @@ class OnePassMixin:
         return _statistics(logits, labels, temperature, select, into=chosen, **wanted)
 
     def _mask_out_of_set(self, micro_batch: Any, in_set: torch.Tensor) -> None:
-        """Take the response tokens outside the safe set ([tokens] 0/1, at the position before each) out of the mask of
-        this micro-batch; the batch that it was cut from keeps its own."""
+        """Take the response tokens outside the safe set out of ``response_mask`` of this micro-batch.
+
+        Args:
+            micro_batch: verl's; the entry is replaced, the batch that it was cut from keeps its own.
+            in_set: [tokens] 0/1, at the position before each token.
+        """
         mask = micro_batch["response_mask"]
         if not mask.is_nested:
             raise RuntimeError(
@@ -169,7 +173,8 @@ class OnePassMixin:
 
 
 def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss function, but 0, with metrics of 0 (all ranks report the same), where all tokens have left the set."""
+    """The loss function, but 0 for a micro-batch without tokens, as where all have left the safe set: some losses of
+    verl refuse it. Its metrics are 0 as well, since verl's ranks have to report the same ones equally often."""
 
     def loss(*, model_output: Any, data: Any, **more: Any) -> Any:
         from verl.utils.metric import Metric
@@ -230,10 +235,21 @@ def _statistics(
     rho: float,
     entropy: bool,
     sum_pi_squared: bool,
-    into: torch.Tensor | None,
+    into: torch.Tensor | None | str = "select",
 ) -> dict[str, torch.Tensor]:
-    """`token_statistics` of logits [..., V] where `select` [...] holds (None: everywhere), by name [tokens] float32:
-    at the positions where `into` [tokens] holds with 0 between, or just them if it is None."""
+    """`token_statistics` at the selected positions, spread over all positions with zeros in between.
+
+    Args:
+        logits: [..., V].
+        labels: [...] int64.
+        temperature: float, or [...] float.
+        select: [...] bool, or None for all.
+        into: [tokens] bool, where the selected positions lie in the result; None if the result is just them; by
+            default `select` itself.
+
+    Returns:
+        By name [tokens] float32 each; those of the set only with ``rho`` above 0.
+    """
     from verl_ext.methods.logits_pass import token_statistics
 
     found = token_statistics(
@@ -253,11 +269,17 @@ def _statistics(
         KEPT_MASS: found.kept_mass,
         SET_SIZE: found.set_size,
     }
-    out = {name: value.to(found.log_probs.dtype) for name, value in named.items() if value is not None}
-    if into is None:
-        return out
-    place = into.nonzero().squeeze(-1)
-    return {name: value.new_zeros(len(into)).index_put((place,), value) for name, value in out.items()}
+    target = select if isinstance(into, str) else into
+    place = None if target is None else target.reshape(-1).nonzero().squeeze(-1)
+    out = {}
+    for name, value in named.items():
+        if value is None:
+            continue
+        value = value.to(found.log_probs.dtype)
+        if place is not None and target is not None:
+            value = value.new_zeros(target.numel()).index_put((place,), value)
+        out[name] = value
+    return out
 
 
 MIXINS: dict[str, tuple[type, ...]] = {

@@ -51,7 +51,9 @@ def _reduce(how: str, found: Sequence[tuple[int, float]]) -> float:
     if len(found) == 1:
         return found[0][1]
     plain = [value for _, value in found]
-    if how != "mean":
-        return {"max": max, "min": min, "sum": sum}[how](plain)
+    if how in ("max", "min"):
+        return max(plain) if how == "max" else min(plain)
+    if how == "sum":
+        return sum(plain)
     rows = sum(weight for weight, _ in found)
     return sum(weight * value for weight, value in found) / rows if rows else sum(plain) / len(plain)

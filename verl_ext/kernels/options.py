@@ -35,7 +35,8 @@ class JudgeOptions:
         second_look: a larger speedup is measured again in a fresh process, and the smaller one counts.
         looks: at the candidate's instruction pointer, for the coverage.
         compile_s: seconds of processor time for the compiler; on the clock `PATIENCE` times as many.
-        run_s: seconds of processor time for the candidate in all; on the clock `PATIENCE` times as many.
+        run_s: seconds of processor time for the candidate in all, four times as many for what is interpreted; on the
+            clock `PATIENCE` times as many.
         memory_mb: MiB that it may allocate.
     """
 

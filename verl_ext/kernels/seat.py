@@ -24,6 +24,7 @@ from verl_ext.kernels.compiler import Library
 from verl_ext.kernels.languages import CandidateError
 from verl_ext.sandbox import Sandbox, SandboxError
 
+SLOWER = 4
 #: Seconds that a dead player's reason may take to come.
 REASON_S = 30.0
 _STATUS = {"timeout": "timeout", "memory": "memory", "crashed": "crashed", "error": "error", "output": "error"}
@@ -182,13 +183,22 @@ class Seat:
 class TritonSeat(Seat):
     """A player that has Triton's interpreter, which takes a second for what a compiled kernel does in a millisecond.
 
-    It plays the first input of each batch alone: its outputs are [1, rows, columns].
+    It plays the first input of each batch alone: its outputs are [1, rows, columns]. It has `SLOWER` times the others'
+    processor time.
     """
 
     target = "verl_ext.kernels.triton_player:play"
 
-    def __init__(self, sandbox: Sandbox, shape: Sequence[int], *others: Any) -> None:
-        super().__init__(sandbox, [1, *shape[1:]], *others)
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        shape: Sequence[int],
+        plan: dict[str, Any],
+        library: Library | None,
+        lost: Sequence[str] = (),
+        cpu_s: float = 10.0,
+    ) -> None:
+        super().__init__(sandbox, [1, *shape[1:]], plan, library, lost, SLOWER * cpu_s)
 
     def begin(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         super().begin(x[:1], a, b)

@@ -25,6 +25,7 @@ class Nodes:
     def __init__(self, *names: str) -> None:
         from ray.cluster_utils import Cluster
 
+        fork_worker.set_up_workers()
         self._folder = tempfile.TemporaryDirectory(prefix="nodes")  # not where others look for a running cluster
         self._before = os.environ.get("RAY_TMPDIR")
         os.environ["RAY_TMPDIR"] = self._folder.name

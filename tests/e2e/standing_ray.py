@@ -72,9 +72,12 @@ class StandingRay:
 def main() -> None:
     import ray
 
+    fork_worker.set_up_workers()
     # Logical figures, so many that a run need not wait for the processes of the last one to be gone.
     context = ray.init(num_gpus=8, num_cpus=100, include_dashboard=False, log_to_driver=False)
-    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    process = ray._private.worker._global_node.all_processes["raylet"][0].process
+    assert fork_worker.__file__ in " ".join(process.args), "Ray sets its workers up with a file of its own"
+    raylet = process.pid
     found = {"address": context.address_info["address"], "raylet": str(raylet)}
     os.environ[fork_worker.IDLE_S] = "inf"
     for name, modules in (("imports", IMPORTS), ("launchers", fork_worker.IMPORTS)):

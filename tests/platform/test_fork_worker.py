@@ -48,7 +48,7 @@ class Node:
         self.script.write_text(WORKER)
         self.workers: list[subprocess.Popen] = []
 
-    def start(self, *arguments: str, modules: str = "wave", **variables: str) -> subprocess.Popen:
+    def start(self, *arguments: str, modules: str = "wave", flags: str = "-I -S", **variables: str) -> subprocess.Popen:
         environment = {
             "PATH": os.environ["PATH"],
             "TMPDIR": str(self.folder),
@@ -58,7 +58,7 @@ class Node:
             fork_worker.MODULES: modules,
             **variables,
         }
-        command = [sys.executable, "-I", "-S", fork_worker.__file__, str(self.script), *arguments]
+        command = [sys.executable, *flags.split(), fork_worker.__file__, str(self.script), *arguments]
         worker = subprocess.Popen(
             command, env=environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -121,6 +121,30 @@ def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_files(node: N
     workers[1].send_signal(signal.SIGTERM)  # and hands signals on
     assert workers[1].wait(120) == 0
     assert eventually(lambda: not fork_worker.alive(answers[1]["pid"]))
+
+
+@pytest.mark.parametrize(
+    ("context", "forked"),
+    [
+        ({"py_executable": fork_worker.py_executable()}, True),
+        ({"py_executable": sys.executable}, False),
+        ({"py_executable": fork_worker.py_executable(), "command_prefix": ["nice"]}, False),
+        ({"py_executable": fork_worker.py_executable(), "env_vars": {"NAME": "${HOME}"}}, False),
+        ({}, False),
+    ],
+)
+def test_in_place_of_rays_file_for_runtime_environments(node: Node, context: dict, forked: bool) -> None:
+    """A fork where variables are all that is asked for beside it; else what Ray's own file, here one of ours, does."""
+    node.script.with_name("setup_worker.py").write_text("import sys; print(['Ray', *sys.argv[2:]])")
+    context = {"command_prefix": [], "env_vars": {"NAME": "of the context"}, "java_jars": [], **context}
+    given = [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON"]
+    worker = node.start("a", *given, flags="")
+    if forked:
+        answer = node.answer(worker)
+        assert answer["forked"] and answer["argv"] == ["a"] and answer["name"] == "of the context"
+    else:
+        assert worker.communicate(timeout=120)[0] == f"{['Ray', 'a', *given]}\n"
+    assert worker.wait(120) == 0
 
 
 def test_forks_do_not_share_rays_random_ids(node: Node) -> None:

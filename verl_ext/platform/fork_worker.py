@@ -61,6 +61,19 @@ def main(argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *argv])
 
 
+def set_up(argv: list[str]) -> list[str]:
+    """`argv` without its runtime environment, which is applied: as Ray's ``setup_worker.py``, which imports all of Ray for
+    that, a second for each worker. A worker that wants no fork, or more than variables, is left to that file.
+    """
+    given = dict(word.partition("=")[::2] for word in argv)
+    context = json.loads(given.get("--serialized-runtime-env-context", "{}"))
+    variables, wanted = context.pop("env_vars", {}), context.pop("py_executable", None)
+    if wanted != py_executable() or any(context.values()) or "$" in "".join(variables.values()):
+        os.execv(sys.executable, [sys.executable, os.path.join(os.path.dirname(argv[0]), "setup_worker.py"), *argv])
+    os.environ.update(variables)
+    return [word for word in argv if not word.startswith(("--serialized-runtime-env-context=", "--language="))]
+
+
 def connect(raylet: int) -> socket.socket:
     """A connection to the server of this node and job, started if there is none; OSError if it does not come up."""
     folder = os.path.join(tempfile.gettempdir(), f"verl_ext-{os.getuid()}")
@@ -165,6 +178,13 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
             sys.stderr.flush()
 
 
+def set_up_workers() -> None:
+    """A Ray that this process starts later calls this file in place of its ``setup_worker.py``."""
+    from ray._private import ray_constants
+
+    ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)  # joined to a folder in ray 2.60, node.py line 163
+
+
 def py_executable() -> str:
     """The value of Ray's ``py_executable`` that starts workers through this file; Ray gives it to a shell."""
     return f"{shlex.quote(sys.executable)} -I -S {shlex.quote(os.path.abspath(__file__))}"
@@ -173,5 +193,7 @@ def py_executable() -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2], raylet=int(sys.argv[3]))
-    else:
+    elif sys.flags.isolated:  # as `py_executable`
         main(sys.argv[1:])
+    else:
+        main(set_up(sys.argv[1:]))

@@ -18,7 +18,7 @@ def complete(config: Any) -> None:
     process, and CPUs enough for the actors that verl starts beside them. A Ray cluster that is already running keeps
     what it was started with: it must offer the same logical resources.
     """
-    from verl_ext.platform import vllm_cpu
+    from verl_ext.platform import fork_worker, vllm_cpu
 
     vllm_cpu.complete(config)
     rollout = config.actor_rollout_ref.rollout
@@ -45,8 +45,7 @@ def complete(config: Any) -> None:
         _default(config, "ray_kwargs.ray_init.address", "local")
 
     if (config.get("verl_ext") or {}).get("fork_server"):
-        from verl_ext.platform import fork_worker
-
+        fork_worker.set_up_workers()
         _default(config, "ray_kwargs.ray_init.runtime_env.py_executable", fork_worker.py_executable())
 
 

@@ -15,9 +15,8 @@ from tensordict import TensorDict
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_ext.integration import notes, parts, wraps
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import verl
 import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
@@ -201,6 +202,13 @@ def test_what_cannot_hold_is_refused_by_name(changes: dict[str, Any], message: s
         updates.check(config(**changes))
 
 
+def newer_gspo(log_prob: Any, loss_agg_mode: str = "token-mean", config: Any = None) -> Any:
+    """As verl 0.9.1 has it."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    return agg_loss(loss_mat=log_prob, loss_mask=log_prob, loss_agg_mode=loss_agg_mode, batch_num_tokens=1)
+
+
 def older_gspo(log_prob: Any, loss_agg_mode: str = "token-mean", config: Any = None) -> Any:
     """As verl's August 2026 tree has it: ``loss_agg_mode=loss_agg_mode`` is not handed on."""
     from verl.trainer.ppo.core_algos import agg_loss
@@ -212,6 +220,9 @@ def test_a_verl_whose_gspo_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     gspo = {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"}
+    if verl.__version__ == "0.9.1":
+        assert updates.check(config(**gspo)) == []
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "gspo", newer_gspo)
     assert updates.check(config(**gspo)) == []
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "gspo", older_gspo)
     with pytest.raises(OptionError, match=r"loss_mode=gspo always .*Set .*loss_agg_mode=seq-mean-token-mean"):

@@ -62,8 +62,8 @@ def main(argv: list[str]) -> None:
 
 
 def set_up(argv: list[str]) -> list[str]:
-    """`argv` without its runtime environment, which is applied: as Ray's ``setup_worker.py``, which imports all of Ray for
-    that, a second for each worker. A worker that wants no fork, or more than variables, is left to that file.
+    """Apply the runtime environment in `argv` and return the rest, as Ray's ``setup_worker.py``, which imports all of
+    Ray for that, a second for each worker. One that wants no fork, or more than variables, is left to that file.
     """
     given = dict(word.partition("=")[::2] for word in argv)
     context = json.loads(given.get("--serialized-runtime-env-context", "{}"))

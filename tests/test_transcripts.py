@@ -393,6 +393,19 @@ def test_browser_shows_the_turns_of_the_one_that_is_clicked(opened: headless.Pag
 
 
 @pytest.mark.slow
+def test_browser_names_each_agent_with_its_model_where_there_are_several(
+    browser: headless.Browser, tmp_path: Path
+) -> None:
+    one = record(1, "aaaaaaaa", 0)
+    one["turns"][1]["more"] = {"model": "<b>small"}
+    (tmp_path / "models.html").write_text(page.render([one], "models"), encoding="utf-8")
+    opened = browser.open((tmp_path / "models.html").as_uri(), width=1200, height=800)
+    assert opened.texts(".turn strong") == ["turn 0 · solver (policy)", "turn 1 · verifier (<b>small)"]
+    assert "agents solver (policy), verifier (<b>small)" in opened.texts(".facts")[0]
+    assert opened.complaints() == []
+
+
+@pytest.mark.slow
 def test_browser_takes_hostile_text_as_text_and_asks_for_nothing(
     opened: headless.Page, browser: headless.Browser, tmp_path: Path
 ) -> None:

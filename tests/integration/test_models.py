@@ -210,7 +210,9 @@ def put(store: Any, models: list[str | None], masks: list[list[int]]) -> KVBatch
     keys = [f"u{row}_0_0" for row in range(len(models))]
     fields = get_tensordict(
         {
-            "extra_fields": [{} if model is None else {"model": model} for model in models],
+            "extra_fields": [
+                {} if model is None else {"model": model, "agent_id": f"a{row % 2}"} for row, model in enumerate(models)
+            ],
             "loss_mask": torch.nested.as_nested_tensor([torch.tensor(mask) for mask in masks], layout=torch.jagged),
         }
     )
@@ -276,6 +278,12 @@ def test_each_model_gets_its_own_rows_and_names_its_own_metrics(store: Any) -> N
     reported = {name: value for _, metrics in run._updates_metrics for name, value in metrics.items()}
     assert [reported[f"model/{name}/rows"] for name in ("policy", "small", "idle", "frozen")] == [2, 2, 0, 1]
     assert reported["model/small/tokens"] == 9
+    assert {name: rows for name, rows in reported.items() if "/agent/" in name} == {
+        "model/small/agent/a1/rows": 1,
+        "model/policy/agent/a0/rows": 1,
+        "model/frozen/agent/a1/rows": 1,
+        "model/small/agent/a0/rows": 1,
+    }
     run._updates_metrics.clear()
 
     batch.extra_info["told"] = True

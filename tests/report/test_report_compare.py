@@ -187,6 +187,19 @@ def test_measured_norms_of_agents_stand_in_place_of_estimates(tmp_path: Path) ->
     assert compare.sections(compare.load([tmp_path]))[-1].main == 0  # a lone agent is the run
 
 
+def test_the_agents_of_a_run_with_several_models_are_named_with_theirs(tmp_path: Path) -> None:
+    both: dict[str, float | None] = {f"agent/{agent}/score/mean": 1.0 for agent in ("solver", "judge")}
+    write(tmp_path / "shared" / "metrics.jsonl", {1: both})
+    assert compare.sections(compare.load([tmp_path]))[-1].note == ""
+    own: dict[str, float | None] = {"model/policy/agent/solver/rows": 2.0, "model/small/agent/judge/rows": 1.0}
+    for seed in (0, 1):
+        write(tmp_path / "apart" / f"seed_{seed}" / "metrics.jsonl", {1: both | own | {"model/small/rows": 1.0}})
+    runs = compare.load([tmp_path])
+    agents = page_data(runs, compare.sections(runs), title="t")["sections"][-1]
+    assert agents["title"] == "Agents"
+    assert agents["note"] == "Models of the agents. apart: judge on small, solver on policy"
+
+
 def test_long_series_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     steps: dict[int, dict[str, float | None]] = {step: {"m": 1.0 + step / 1000} for step in range(1, 1001)}
     steps[500]["m"], steps[700]["m"] = 1e6, None

@@ -27,6 +27,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7
 DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
 
 _SEED = re.compile(r"^(?P<group>.*?)[-_./ ]*seed[-_= ]?(?P<seed>\d+)$", re.IGNORECASE)
+_MODEL = re.compile(r"^model/(?P<model>[^/]+)/agent/(?P<agent>.+)/rows$")
 _AGENT = re.compile(r"^agent/(?P<agent>.+?)/(?P<what>(?:score|grad_norm)/[^/]+|[^/]+)$")
 
 
@@ -61,11 +62,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under one heading; those after the first `main` are shown on demand."""
+    """Panels under one heading, with a line of text; those after the first `main` are shown on demand."""
 
     title: str
     panels: Sequence[Panel]
     main: int
+    note: str = ""
 
 
 def load(
@@ -256,7 +258,7 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
         more = [name for name in known if title == "Sampler and trainer" and _MISMATCH.match(name)]
         out.append(_section(title, dict.fromkeys([*main, *more]), len(main)))
     mix = sorted(fnmatch.filter(known, "mix/*"), key=lambda name: not name.endswith("/share"))
-    out += [_agents(known), _section("Components of the mix", mix)]
+    out += [replace(_agents(known), note=_models(runs)), _section("Components of the mix", mix)]
     return [section for section in out if section.panels]
 
 
@@ -274,6 +276,16 @@ def _agents(known: Sequence[str]) -> Section:
     panels = [Panel(f"{match['agent']}: {titles.get(match['what'], match['what'])}", match[0]) for match in ordered]
     # Panels of a lone agent repeat those of the run.
     return Section("Agents", panels, sum(match["what"] in _AGENT_MAIN for match in parts) if len(agents) > 1 else 0)
+
+
+def _models(runs: Sequence[Run]) -> str:
+    """Which model the agents of each group have used, of the groups that had several."""
+    said = {}
+    for run in runs:
+        used = sorted((match["agent"], match["model"]) for name in run.log.curves if (match := _MODEL.match(name)))
+        if used:
+            said[run.group] = f"{run.group}: " + ", ".join(f"{agent} on {model}" for agent, model in used)
+    return "Models of the agents. " + "; ".join(said.values()) if said else ""
 
 
 def _title(metric: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -133,13 +133,15 @@ class LeadMixin(ModelSide):
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self._members:
             return super()._balance_batch(batch, metrics, *args, **kwargs)
-        self._model_of, self._trainable = models_of(batch, self._trainers())
+        self._model_of, self._trainable, agents = models_of(batch, self._trainers())
         parts = self._each(super(), "_balance_batch", batch, metrics, *args, **kwargs)
         self._model_of = {key: name for name, part in parts.items() for key in part.keys}
         for name in self._trainers():
             tags = [tag for tag in parts[name].tags if columns.is_real(tag)] if name in parts else []
             counts = {f"model/{name}/rows": len(tags), f"model/{name}/tokens": sum(int(tag["seq_len"]) for tag in tags)}
             self._report(len(tags), counts)
+        for (name, agent), rows in agents.most_common(32):
+            self._report(rows, {f"model/{name}/agent/{agent}/rows": rows})
         return type(batch)(
             keys=[key for part in parts.values() for key in part.keys],
             tags=[tag for part in parts.values() for tag in part.tags],
@@ -228,17 +230,20 @@ def named(key: str, model: str) -> str:
     return f"{group}/{model}/{rest}" if rest else f"{key}/{model}"
 
 
-def models_of(batch: Any, known: Mapping[str, Any]) -> tuple[dict[str, str], frozenset[str]]:
-    """The model of each row by its key, and the keys of the rows that have a token to train on. Raises BatchError: a
-    row names a model that the run does not have."""
+def models_of(batch: Any, known: Mapping[str, Any]) -> tuple[dict[str, str], frozenset[str], Counter[tuple[str, str]]]:
+    """The model of each row by its key, the keys of the rows that have a token to train on, and the rows of each model
+    and agent. Raises BatchError: a row names a model that the run does not have."""
     data = fetch(batch, ["extra_fields", "loss_mask"])
     found = {}
+    agents: Counter[tuple[str, str]] = Counter()
     for key, said in zip(batch.keys, dicts(data["extra_fields"]), strict=True):
         found[key] = str((said or {}).get("model") or POLICY)
         if found[key] not in known:
             raise columns.BatchError(f"row {key} is of the model {found[key]!r}; this run has {', '.join(known)}.")
+        if said and said.get("agent_id"):
+            agents[found[key], str(said["agent_id"])] += 1
     masks = data["loss_mask"].unbind()
-    return found, frozenset(key for key, mask in zip(batch.keys, masks, strict=True) if bool(mask.any()))
+    return found, frozenset(key for key, mask in zip(batch.keys, masks, strict=True) if bool(mask.any())), agents
 
 
 class Together:

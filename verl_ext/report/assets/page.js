@@ -343,7 +343,7 @@ function build() {
       panels.push(made);
       grid.append(made.figure);
     });
-    target.append(head, grid);
+    target.append(head, ...section.note ? [make("p", "note", section.note)] : [], grid);
   }
 }
 function titleOf(metric) {

@@ -20,6 +20,8 @@ function shortId(id) {
   const cut = id.lastIndexOf("_");
   return cut > 0 ? id.slice(0, Math.min(8, cut)) + id.slice(cut) : id;
 }
+const several = all.some(record => record.turns.some(turn => (turn.more.model || "policy") !== "policy"));
+function speaker(turn) { return turn.agent + (several && turn.agent ? " (" + (turn.more.model || "policy") + ")" : ""); }
 function options(select, values) {
   select.append(...values.map(value => new Option(value, value)));
 }
@@ -95,14 +97,14 @@ function detail() {
   target.append(make("h2", "", "step " + record.step + ", trajectory " + record.trajectory));
   const facts = make("p", "facts");
   facts.append(make("span", record.outcome, record.outcome), ", reward " + number(record.reward));
-  if (record.agents.length) facts.append(", agents " + record.agents.join(", "));
+  if (record.agents.length) facts.append(", agents " + [...new Set(record.turns.map(speaker))].filter(Boolean).join(", "));
   if (record.failure || record.stop_reason) facts.append(", ended by " + (record.failure || record.stop_reason));
   for (const [name, value] of Object.entries(record.info)) facts.append(", " + name + " " + number(value));
   target.append(facts);
   const largest = Math.max(...record.turns.map(turn => Math.abs(Number(turn.advantage)) || 0));
   for (const turn of record.turns) {
     const card = make("article", turn.counted ? "turn" : "turn masked"), head = make("header"), body = make("section");
-    head.append(make("strong", "", "turn " + turn.turn + (turn.agent ? " \u00b7 " + turn.agent : "")));
+    head.append(make("strong", "", "turn " + turn.turn + (turn.agent ? " \u00b7 " + speaker(turn) : "")));
     if (turn.reward !== null) head.append(make("span", "", "reward " + number(turn.reward)));
     head.append(make("span", "", "advantage " + number(turn.advantage)), bar(Number(turn.advantage) || 0, largest));
     if (!turn.valid) head.append(make("span", "invalid", "invalid action"));

@@ -207,3 +207,94 @@ def test_the_page_holds_the_numbers_of_the_script(numbers: dict[str, Any]) -> No
     for name in ("leave_one_out", "agents", "token_baseline", "histories", "masking"):
         assert f"({name}.png)" in (TRUTH / "README.md").read_text(encoding="utf-8")
         assert (TRUTH / f"{name}.png").stat().st_size < 150_000
+
+
+def test_agents_are_dealt_out_to_the_models_of_the_benchmark() -> None:
+    from verl_ext.bench import models
+    from verl_ext.rollout.orchestra.registry import find
+
+    agents = models.demo_task("five").agents
+    assert agents == tuple(one.name for one in find("five").agents)
+    assert models.dealt(agents, 1) == []
+    assert models.dealt(agents, 3) == [
+        "+verl_ext.models.model_1.trained=true",
+        "+verl_ext.models.model_2.trained=true",
+        "+verl_ext.orchestra.agents.second.model=model_1",
+        "+verl_ext.orchestra.agents.third.model=model_2",
+        "+verl_ext.orchestra.agents.fifth.model=model_1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "1,6"], "--models 6: the team five has 5 agents; name 1 to 5"),
+        (["--models", "1,3", "--team", "second_try"], "--models 3: the team second_try has 2 agents; name 1 to 2"),
+        (["--steps", "1"], "--steps 1 must be at least 2: the first is part of the start"),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+    ],
+)
+def test_the_benchmark_of_models_refuses_what_it_cannot_do(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "models", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_the_benchmark_of_models_reads_what_runs_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of one model and one of two, as their files say; two rounds, of which the better figure counts."""
+    from verl_ext.bench import models
+
+    order = []
+
+    def run(task: Any, count: int, steps: int, out: Path, overrides: list[str]) -> int:
+        order.append(count)
+        out.mkdir(parents=True)
+        slow = 1.0 if len(order) < 3 else 2.0
+        rows = {"agent/first/rows": 4.0, "agent/second/rows": 6.0}
+        lines = [
+            {"step": step, "data": {"timing_s/step": slow * count * (9.0 if step == 1 else 4.0 / step), **rows}}
+            for step in (1, 2, 3)
+        ]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        looks = [(0, 1.0, 5.0, 2**30), (1, 20.0 * slow, 30.0, count * 2**30), (1, 21.0, 31.0, 0), (2, 30.0, 36.0, 0)]
+        (out / models.COSTS).write_text(
+            "".join(
+                json.dumps(dict(zip(("steps", "s", "cpu_s", "memory"), look, strict=True))) + "\n" for look in looks
+            )
+        )
+        return 0
+
+    monkeypatch.setattr(models, "_measure", run)
+    assert cli.main(["bench", "models", "--models", "1,2", "--rounds", "2", "--out", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr().out
+    assert order == [1, 2, 2, 1]
+    found = json.loads(said.splitlines()[-1])
+    one = {"start_s": 20.0, "start_cpu_s": 30.0, "step_s": 1.3333, "step_cpu_s": 6.0, "rows": 10.0, "memory_gib": 1.0}
+    assert found["models"]["1"] == one
+    assert found["models"]["2"]["step_s"] == 2.6667 and found["models"]["2"]["memory_gib"] == 2.0
+    assert found["ratio"]["2"]["step_s"] == 2.0 and found["ratio"]["2"]["start_s"] == 1.0
+    assert found["a_model"]["memory_gib"] == 1.0
+    assert "goals for 2 over 1, at most: start_s 1.3, step_s 1.25" in said
+
+
+def test_the_watch_of_a_run_counts_its_processes(tmp_path: Path) -> None:
+    import threading
+
+    from verl_ext.bench import models
+
+    done = threading.Event()
+    watching = threading.Thread(target=models.watch, args=(tmp_path, done))
+    watching.start()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.6: pass"], check=True)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"], check=True)
+    done.set()
+    watching.join()
+    looks = [json.loads(line) for line in (tmp_path / models.COSTS).read_text().splitlines()]
+    assert looks[0]["steps"] == 0 and looks[-1]["steps"] == 1
+    assert max(look["memory"] for look in looks) > 2**20
+    assert looks[-1]["cpu_s"] >= looks[0]["cpu_s"] and looks[-1]["cpu_s"] > 0.1

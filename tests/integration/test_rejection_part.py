@@ -226,11 +226,15 @@ def test_a_rejected_row_leaves_the_loss_and_nothing_else(store: Any) -> None:
     assert metrics["rejection/mrs/statistic/p95"] == pytest.approx(np.quantile(np.exp(SHIFT[:7]), 0.95))
     assert metrics["rejection/log_ppl_gap/mean"] == pytest.approx(-np.mean(SHIFT[:7]), abs=1e-7)
     assert metrics["rejection/mrs/log_ppl_gap/kept"] == 0.0
-    with part.around_update("actor", batch):
+    engine = rejection.SkippedUpdates(part.config)
+    with engine.around_update("actor", batch):
         assert batch.extra_info["verl_ext_normalise"] == "all"
         batch.extra_info.update(mini_batch_size=4, epochs=3)
-    part.after_update(verls := {"actor/skipped_share": 0.5})
-    assert verls == {} and part.metrics["rejection/skipped_updates/count"] == 3.0
+    engine.after_update(verls := {"actor/skipped_share": 0.5})
+    assert verls == {} and engine.metrics["rejection/skipped_updates/count"] == 3.0
+    with pytest.raises(RuntimeError, match="has not said whether it skipped an update"):
+        engine.after_update({})
+    part.after_update({})
     assert stored(store, batch) == MASKS
 
 

@@ -238,9 +238,6 @@ def _check_run(config: Any) -> None:
             get("algorithm.use_kl_in_reward") and get("algorithm.kl_ctrl.type") == "adaptive"
         ),
         "dvp: pruning keeps the state of one model. Leave out the recipe dvp": get("dvp") is not None,
-        "algorithm.rejection: rejected tokens are told to one engine. Leave out the rejection rules": (
-            get("algorithm.rejection")
-        ),
     }
     for what, holds in refused.items():
         if holds:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_trained
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.rejection import RejectionRules, SkippedUpdates
 from verl_ext.integration.parts.updates import Updates
 
 
@@ -46,9 +47,13 @@ class ModelSide:
         with contextlib.ExitStack() as stack:
             for part in self.own_parts:
                 stack.enter_context(part.around_update("actor", batch))
-            return super()._update_actor(batch, metrics)  # type: ignore[misc]
+            batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        for part in self.own_parts:
+            part.after_update(metrics)
+        return batch
 
 
 def own_parts(config: Any, trainer: Any) -> tuple[Part, ...]:
     """The parts that a model has for itself."""
-    return (Updates(config, trainer),)
+    skipped = (SkippedUpdates(config, trainer),) if RejectionRules.wanted(config) else ()
+    return Updates(config, trainer), *skipped

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from verl_ext.integration import token_kl
+from verl_ext.integration import model_options, token_kl
 from verl_ext.integration.columns import ActiveBatch, demand
 from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, require_fsdp, select
 from verl_ext.integration.parts.base import Part
@@ -166,7 +166,6 @@ class RejectionRules(Part):
         self._found: dict[str, Rejection] = {}
         self._rows = torch.empty(0, dtype=torch.int64)
         self._mask = self._kept = torch.empty(0)
-        self._updates = 0
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
@@ -249,21 +248,11 @@ class RejectionRules(Part):
 
     @contextmanager
     def around_update(self, role: str, batch: Any) -> Iterator[None]:
-        batch.extra_info[NORMALISE] = normalise(self.config)
         yield
-        if role == "actor":
-            told = batch.extra_info
-            self._updates = len(batch) // int(told["mini_batch_size"]) * int(told["epochs"])
-        elif self.config.trainer.critic_warmup > self.trainer.global_steps:  # no actor's update follows
-            store(self._batch, self._mask)
+        if role == "critic" and self.config.trainer.critic_warmup > self.trainer.global_steps:
+            store(self._batch, self._mask)  # no actor's update follows
 
     def after_update(self, metrics: dict[str, Any]) -> None:
-        if f"actor/{SKIPPED}" not in metrics:
-            raise RuntimeError(
-                f"{KEY}: the training engine has not said whether it skipped an update. Its class is not one of verl's "
-                "FSDP engines, or was registered after they were extended. Use actor_rollout_ref.actor.strategy=fsdp2."
-            )
-        self.metrics["rejection/skipped_updates/count"] = float(round(metrics.pop(f"actor/{SKIPPED}") * self._updates))
         store(self._batch, self._mask)
 
     def _apply(self, name: str, given: Mapping[str, Any], data: Any, active: ActiveBatch) -> Rejection:
@@ -316,10 +305,37 @@ class RejectionRules(Part):
     def _turn_texts(self) -> np.ndarray:
         """[B] of what the model wrote in each row, one text for each stretch of its tokens."""
         responses = fetch(self._batch, ["responses"])["responses"].unbind()
-        texts = np.empty(len(responses), dtype=object)
-        for row, (ids, mask) in enumerate(zip(responses, self._mask, strict=True)):
-            texts[row] = [self.trainer.tokenizer.decode(ids[start:end]) for start, end in stretches(mask[: len(ids)])]
+        texts, tokenizers = np.empty(len(responses), dtype=object), self.trainer.tokenizers()
+        for row, (ids, mask, said) in enumerate(zip(responses, self._mask, self._said, strict=True)):
+            tokenizer = tokenizers.get(said.get("model"), self.trainer.tokenizer)
+            texts[row] = [tokenizer.decode(ids[start:end]) for start, end in stretches(mask[: len(ids)])]
         return texts
+
+
+class SkippedUpdates(Part):
+    """Tells an engine what a loss with rejected tokens is divided by, and counts the updates that it skipped."""
+
+    _updates = 0
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return RejectionRules.wanted(config) and not model_options.of(config)  # each of several models has its own
+
+    @contextmanager
+    def around_update(self, role: str, batch: Any) -> Iterator[None]:
+        batch.extra_info[NORMALISE] = normalise(self.config)
+        yield
+        if role == "actor":
+            told = batch.extra_info
+            self._updates = len(batch) // int(told["mini_batch_size"]) * int(told["epochs"])
+
+    def after_update(self, metrics: dict[str, Any]) -> None:
+        if f"actor/{SKIPPED}" not in metrics:
+            raise RuntimeError(
+                f"{KEY}: the training engine has not said whether it skipped an update. Its class is not one of verl's "
+                "FSDP engines, or was registered after they were extended. Use actor_rollout_ref.actor.strategy=fsdp2."
+            )
+        self.metrics["rejection/skipped_updates/count"] = float(round(metrics.pop(f"actor/{SKIPPED}") * self._updates))
 
 
 def normalise(config: Any) -> str:

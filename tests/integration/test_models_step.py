@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of several models through verl's own trainer: what the parts of the run and of each model make of it, against
+the same rows on one model. Workers are stood in for; store, cuts, advantages and updates are verl's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import verl.trainer.ppo.v1 as v1
+from hydra import compose
+from tensordict import TensorDict
+from test_models import TWO
+from test_rejection_part import put_fields
+from transfer_queue import KVBatchMeta
+
+from verl_ext.integration import checks, columns, model_options, parts
+from verl_ext.integration.models import members
+from verl_ext.integration.models.lead import LeadMixin
+from verl_ext.integration.models.side import own_parts
+from verl_ext.integration.parts import rejection
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verl_configuration")]  # starts Ray
+
+RUN = (
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+    "+verl_ext.orchestra.name=solver_verifier",
+    "verl_ext.updates_per_batch=3",  # of rows that are no multiple of it: verl pads
+)
+KEYS = [f"{uid}_{sample}_{turn}" for uid in "ab" for sample in range(4) for turn in range(2)]
+"""Two prompts, four samples, of each a row of the solver (policy) and one of the verifier (small)."""
+MODELS = dict(zip(KEYS, ["policy", "small"] * 8, strict=True))
+GENERATOR = torch.Generator().manual_seed(1)
+LENGTHS = {key: int(torch.randint(2, 7, (), generator=GENERATOR)) for key in KEYS}
+SAMPLER = {key: -2 * torch.rand(length, generator=GENERATOR) for key, length in LENGTHS.items()}
+TRAINER = {key: row + 0.3 * torch.randn(len(row), generator=GENERATOR) for key, row in SAMPLER.items()}
+SQUARES = {key: torch.rand(length, generator=GENERATOR) for key, length in LENGTHS.items()}
+REWARDS = {key: float(key[0] == "b" or key[2] in "13") for key in KEYS}
+WORDS = {"policy": ("\\boxed{1}", "plain"), "small": ("plain", "\\boxed{1}")}
+VOID = {"policy": "1", "small": "2"}
+"""The sample of each prompt in which the model says nothing that ends a turn."""
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def put(store: Any) -> KVBatchMeta:
+    ones = jagged([torch.ones(LENGTHS[key], dtype=torch.int64) for key in KEYS])
+    word = {
+        key: WORDS[model].index("plain" if key[2] == VOID[model] else "\\boxed{1}") for key, model in MODELS.items()
+    }
+    fields = {
+        "response_mask": ones,
+        "loss_mask": ones.clone(),
+        "responses": jagged([torch.full((LENGTHS[key],), word[key]) for key in KEYS]),
+        "rollout_log_probs": jagged([SAMPLER[key] for key in KEYS]),
+        "rm_scores": jagged([torch.nn.functional.pad(torch.tensor([REWARDS[k]]), (LENGTHS[k] - 1, 0)) for k in KEYS]),
+    }
+    tags = [{"seq_len": 2 + LENGTHS[key]} for key in KEYS]
+    said = [{"model": MODELS[key], "agent_id": f"of_{MODELS[key]}"} for key in KEYS]
+    return put_fields(store, KEYS, tags, fields, said)
+
+
+class Group:
+    """A model's workers: the log-probabilities are known, and each update is noted as it was asked for."""
+
+    _dispatch_info = {"actor": [0]}
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.updates = store, []
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        rows = {"log_probs": TRAINER, "entropy": TRAINER}
+        if batch.extra_info.get("calculate_sum_pi_squared"):
+            rows["sum_pi_squared"] = SQUARES
+        masks = stored(self.store, batch, "response_mask")
+        around = {
+            name: [torch.nn.functional.pad(of.get(key, torch.zeros(len(mask))), (1, 1)) for key, mask in masks.items()]
+            for name, of in rows.items()
+        }
+        fields = TensorDict({name: jagged(of) for name, of in around.items()}, batch_size=len(batch))
+        self.store.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return batch
+
+    def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
+        asked = batch.extra_info
+        masks = stored(self.store, batch, "response_mask")
+        assert len(masks) % 3 == 0 and not any(sum(mask) for key, mask in masks.items() if key not in MODELS)
+        self.updates.append(({key: masks[key] for key in masks if key in MODELS}, dict(asked)))
+        metrics: dict[str, Any] = {"mfu": 0.0, "grad_norm": 1.0}
+        if "verl_ext_normalise" in asked:
+            metrics["skipped_share"] = [0.5]
+        if "verl_ext_learning_rate" in asked:
+            metrics["lr_factor"] = [asked["verl_ext_learning_rate"]]
+        return {"metrics": metrics}
+
+
+def stored(store: Any, batch: KVBatchMeta, name: str) -> dict[str, list[float]]:
+    found = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=[name])[name]
+    return {key: row.tolist() for key, row in zip(batch.keys, found.unbind(), strict=True)}
+
+
+class Tokenizer:
+    """Words by number, joined by blanks."""
+
+    eos_token_id = 0
+
+    def __init__(self, model: str) -> None:
+        self.words = WORDS[model]
+
+    def decode(self, ids: torch.Tensor) -> str:
+        return " ".join(self.words[int(token)] for token in ids)
+
+
+def trainer_of(store: Any, recipe: str, *overrides: str) -> Any:
+    """verl's trainer with ours in front, as far as the step goes, and its members."""
+    cfg = compose("ppo_trainer", overrides=[f"+recipe=[{recipe},cpu]", *RUN, *overrides])
+    checks.complete(cfg)
+    checks.check(cfg)
+    cls = v1.get_trainer_cls("sync")
+    trainer = cls.__new__(cls)
+    trainer.parts = parts.active(cfg, trainer)
+    trainer._rows, trainer._updates_metrics = columns.ActiveBatch(columns={}), []
+    trainer.global_steps, trainer.local_trigger_step = 1, 0
+    ready(trainer, store, cfg, "policy")
+    trainer._members = {}
+    further = model_options.of(cfg)
+    for model in further:
+        bases = cls.__bases__
+        member = type("Member", (members.MemberMixin, *bases[bases.index(LeadMixin) + 1 :]), {"lead": trainer})
+        trainer._members[model.name] = made = member.__new__(member)
+        made.model = model
+        ready(made, store, model.config(cfg), model.name)
+        made.own_parts = own_parts(made.config, made)
+    if further:
+        trainer.own_parts = own_parts(cfg, trainer)
+    return trainer
+
+
+def ready(trainer: Any, store: Any, cfg: Any, model: str) -> None:
+    trainer.config, trainer.actor_rollout_wg, trainer.tokenizer = cfg, Group(store), Tokenizer(model)
+    trainer.use_critic = trainer.use_reference_policy = False
+    trainer.distillation_config = None
+
+
+def step(trainer: Any, store: Any) -> SimpleNamespace:
+    """One step: the updates that each model's workers were asked for, the batch after it and what was reported."""
+    metrics: dict[str, Any] = {}
+    batch = trainer._balance_batch(put(store), metrics)
+    batch = trainer._compute_old_log_prob(batch, metrics)
+    batch = trainer._compute_advantage(batch, metrics)
+    advantages = {key: row for key, row in stored(store, batch, "advantages").items() if key in MODELS}
+    batch = trainer._update_actor(batch, metrics)
+    for _, reported in [*trainer._updates_metrics, *((0, part.metrics) for part in trainer.parts)]:
+        metrics.update(reported)
+    return SimpleNamespace(
+        updates={name: one.actor_rollout_wg.updates for name, one in trainer._trainers().items()},
+        advantages=advantages,
+        masks={key: mask for key, mask in stored(store, batch, "response_mask").items() if key in MODELS},
+        metrics=metrics,
+    )
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(f"mrs,level={level},lower=0.85,upper=1.15" for level in rejection.rejection.LEVELS),
+        "trm,max=0.15,avg=0.05",
+        "ln_trm,epsilon=0.1,delta=0.1,threshold=0.2",
+        "ser,threshold=0.2",
+        "variance_filter,threshold=0.1",
+    ],
+)
+def test_rules_decide_on_the_rows_of_all_models_as_on_those_of_one(store: Any, rule: str) -> None:
+    name, *options = rule.split(",")
+    given = [f"+algorithm.rejection.{name}=true", *(f"++algorithm.{name}.{option}" for option in options)]
+    alone, apart = (step(trainer_of(store, "dr_mas", *given, *more), store) for more in ((), TWO))
+    ((masks, asked),) = alone.updates["policy"]
+    kept = {key for key, mask in masks.items() if any(mask)}
+    assert 0 < sum(map(sum, masks.values())) < sum(LENGTHS.values()) and len(masks) == len(KEYS)
+    for model in ("policy", "small"):
+        ((own, told),) = apart.updates[model]
+        assert own == {key: mask for key, mask in masks.items() if MODELS[key] == model}
+        assert told["verl_ext_normalise"] == asked["verl_ext_normalise"] == "all"
+        assert apart.metrics[f"updates/{model}/per_batch"] == 3
+        assert apart.metrics[f"rejection/{model}/skipped_updates/count"] == 2  # half of them, rounded
+    assert {key for key in kept if MODELS[key] == "small"}
+    assert apart.advantages == alone.advantages
+    assert alone.masks == apart.masks == {key: [1] * length for key, length in LENGTHS.items()}
+    figures = {key for key in alone.metrics if key.startswith("rejection/") and "skipped" not in key}
+    assert {key: apart.metrics[key] for key in figures} == pytest.approx({key: alone.metrics[key] for key in figures})
+
+
+def test_a_rule_reads_what_a_model_wrote_in_the_words_of_its_own_tokenizer(store: Any) -> None:
+    found = step(trainer_of(store, "dr_mas", "+algorithm.rejection.simpletir=true", *TWO), store)
+    for model, ((masks, _),) in found.updates.items():
+        assert {key for key in masks if not any(masks[key])} == {
+            key for key in KEYS if MODELS[key] == model and key[2] in "12"
+        }

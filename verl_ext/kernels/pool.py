@@ -143,8 +143,8 @@ class Broker:
 
 
 def make(options: KernelOptions, cage: str) -> Any:
-    """The broker of this Ray job for such options, made if there is none."""
-    given = dataclasses.asdict(options)
+    """The broker of this Ray job for such options, made if there is none; what a verdict pays is not its business."""
+    given = dataclasses.asdict(dataclasses.replace(options, reward={}, stts={}))
     name = hashlib.sha256(json.dumps([given, cage]).encode()).hexdigest()[:16]
     workers = options.workers or max((os.cpu_count() or 2) - 1, 1)
     actor = ray.remote(Broker).options(

@@ -31,8 +31,8 @@ vocabulary, ``processed_logprobs`` and ``policy_logprobs`` are the same number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,44 @@ __all__ = ["LOGPROBS_MODES", "BatchSampling", "SamplingParams", "sample"]
 
 LOGPROBS_MODES = ("processed_logprobs", "policy_logprobs", "raw_logprobs")
 
-#: Names that :meth:`SamplingParams.from_dict` accepts.
-ACCEPTED = frozenset(
-    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_tokens max_new_tokens "
-    "min_tokens stop_token_ids ignore_eos seed n logprobs".split()
-)
+#: What a parameter may be, where not every value of its type will do: a test and its words.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": (lambda value: value >= 1, "at least 1"),
+    "temperature": (lambda value: 0 <= value < math.inf, "a finite number >= 0"),
+    "top_p": (lambda value: 0 < value <= 1, "0 < top_p <= 1"),
+    "top_k": (lambda value: value >= -1, "-1 or 0 (off) or a positive integer"),
+    "min_p": (lambda value: 0 <= value <= 1, "0 <= min_p <= 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "a number > 0"),
+    "presence_penalty": (math.isfinite, "a finite number"),
+    "frequency_penalty": (math.isfinite, "a finite number"),
+    "min_tokens": (lambda value: value >= 0, "at least 0"),
+}
 
 # Keeps u * total strictly below total in float64, so that the inverse of the CDF never falls off its end.
 _MAX_UNIFORM = 1.0 - 1e-12
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"sampling parameter {name}={value!r} is not a number") from None
+
+
+def _integer(name: str, value: Any) -> int:
+    if not _number(name, value).is_integer():
+        raise ValueError(f"sampling parameter {name}={value!r} is not an integer")
+    return int(value)  # of the value as given: float() rounds seeds above 2**53
+
+
+#: How a value that somebody sent is read, by the annotation of its field.
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "float": _number,
+    "int": _integer,
+    "int | None": _integer,
+    "bool": lambda name, value: bool(value),
+    "frozenset[int]": lambda name, value: frozenset(map(int, (value,) if isinstance(value, int) else value)),
+}
 
 
 @dataclass(frozen=True)
@@ -84,28 +114,16 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
-    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: bool = True
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                value = getattr(self, name)
+        for name, (fits, allowed) in _RANGES.items():
+            value = getattr(self, name)
+            if not fits(value):
                 raise ValueError(f"sampling parameter {name}={value!r} is out of range: expected {allowed}")
-
-        check(self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
-        check(0 < self.top_p <= 1, "top_p", "0 < top_p <= 1")
-        check(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive integer")
-        check(0 <= self.min_p <= 1, "min_p", "0 <= min_p <= 1")
-        check(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0"
-        )
-        check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
-        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        check(self.min_tokens >= 0, "min_tokens", "at least 0")
 
     @classmethod
     def from_dict(
@@ -123,7 +141,8 @@ class SamplingParams:
         ``[1, max_tokens_limit]`` as verl's vLLM server does.
 
         Args:
-            params: names and values; see :data:`ACCEPTED`.
+            params: names and values: the fields of this class, ``max_new_tokens``, and ``n``, which must be 1.
+                Without ``logprobs`` none are returned.
             default_max_tokens: used when neither ``max_tokens`` nor ``max_new_tokens`` is given.
             max_tokens_limit: room left in the model's context, at least 1.
             repetition_penalty, ignore_eos: defaults of the rollout config.
@@ -131,58 +150,26 @@ class SamplingParams:
         Raises:
             ValueError: unknown names, ``n`` other than 1, wrong types or values out of range.
         """
+        kinds = {field.name: str(field.type) for field in fields(cls)} | {"max_new_tokens": "int", "n": "Any"}
         given = {name: value for name, value in params.items() if value is not None}
-        unknown = sorted(set(given) - set(ACCEPTED))
+        unknown = sorted(set(given) - set(kinds))
         if unknown:
             raise ValueError(
-                f"unknown sampling parameter(s) {unknown} for the embedded rollout engine; "
-                f"it accepts {sorted(ACCEPTED)}"
+                f"unknown sampling parameter(s) {unknown} for the embedded rollout engine; it accepts {sorted(kinds)}"
             )
-        n = given.get("n", 1)
+        n = given.pop("n", 1)
         if n != 1:
             raise ValueError(
                 f"sampling parameter n={n!r}: the embedded rollout engine samples one response a request; "
                 "send n requests"
             )
-
-        def number(name: str, default: float) -> float:
-            value = given.get(name, default)
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"sampling parameter {name}={value!r} is not a number") from None
-
-        def integer(name: str, default: int) -> int:
-            value = number(name, default)
-            if not math.isfinite(value) or value != int(value):
-                raise ValueError(f"sampling parameter {name}={given.get(name)!r} is not an integer")
-            # float() would round seeds above 2**53
-            return int(given.get(name, default))
-
         if "max_tokens" in given:
-            max_tokens = integer("max_tokens", 1)
-        elif "max_new_tokens" in given:
-            max_tokens = integer("max_new_tokens", 1)
-        else:
-            max_tokens = default_max_tokens
-        stop = given.get("stop_token_ids", ())
-        if isinstance(stop, int):
-            stop = (stop,)
-        return cls(
-            max_tokens=max(1, min(max_tokens, max_tokens_limit)),
-            temperature=number("temperature", 1.0),
-            top_p=number("top_p", 1.0),
-            top_k=integer("top_k", -1),
-            min_p=number("min_p", 0.0),
-            repetition_penalty=number("repetition_penalty", repetition_penalty),
-            presence_penalty=number("presence_penalty", 0.0),
-            frequency_penalty=number("frequency_penalty", 0.0),
-            min_tokens=integer("min_tokens", 0),
-            stop_token_ids=frozenset(int(token) for token in stop),
-            ignore_eos=bool(given.get("ignore_eos", ignore_eos)),
-            seed=integer("seed", 0) if "seed" in given else None,
-            logprobs=bool(given.get("logprobs", False)),
-        )
+            given.pop("max_new_tokens", None)
+        given = {"repetition_penalty": repetition_penalty, "ignore_eos": ignore_eos, "logprobs": False, **given}
+        values = {name: _READERS[kinds[name]](name, value) for name, value in given.items()}
+        wanted = values.pop("max_new_tokens", default_max_tokens)
+        values["max_tokens"] = max(1, min(values.get("max_tokens", wanted), max_tokens_limit))
+        return cls(**values)
 
     @property
     def greedy(self) -> bool:

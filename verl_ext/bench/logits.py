@@ -48,9 +48,9 @@ from verl_ext.methods.logits_torch import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MOST, c
 
 VOCABULARIES = (32_768, 152_064)
 #: Bytes of the logits that are timed, and of those whose memory is measured.
-TIMED, TIMED_QUICK, TIMED_CUDA = 80 << 20, 40 << 20, 2 << 30
+TIMED, TIMED_QUICK, TIMED_CUDA = 80 << 20, 16 << 20, 2 << 30
 MEASURED = 128 << 20
-REPEATS, REPEATS_QUICK = 11, 5
+REPEATS, REPEATS_QUICK = 11, 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

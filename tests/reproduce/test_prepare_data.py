@@ -375,3 +375,32 @@ def test_the_command_takes_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
         cli(["reproduce", "prepare", "dr_mas/search", "--only", "wiki18", "--from", str(tmp_path / "raw"), *where]) == 0
     )
     assert (tmp_path / "wiki18.jsonl").is_file()
+
+
+def test_problems_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = """import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x * {number}
+def get_inputs():
+    return [torch.rand({number}, 1 << {number})]
+def get_init_inputs():
+    return []
+"""
+    folder = tmp_path / "KernelBench" / "level1"
+    folder.mkdir(parents=True)
+    for number in (2, 10, 40):
+        (folder / f"{number}_Scale.py").write_text(code.format(number=number))
+    monkeypatch.setattr(prepare, "find_source", lambda name: sized(name, 3))
+    one, out = "kernelbench_level1", tmp_path / "out"
+    assert prepare.main(find_table("trloo/kernelbench"), tmp_path, [one], out, False, memory_mb=64) == 0
+    rows = rows_of(out / f"{one}.parquet")
+    assert [row["extra_info"]["name"] for row in rows] == ["2_Scale", "10_Scale", "40_Scale"]
+    assert rows[1]["extra_info"] == {"index": 1, "level": 1, "name": "10_Scale", "problem_id": 10}
+    assert rows[1]["reward_model"]["ground_truth"] == code.format(number=10)
+    said = capsys.readouterr().out
+    assert f"{one}: 3 rows in" in said and f"{one}: 2 of 3 problems can be played here with memory_mb=64" in said
+    assert "kernelbench-1-2: can be played here, about 0 MiB" in said
+    assert "kernelbench-1-40 needs about 671088640 MiB in a player" in said

@@ -10,10 +10,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_ext.kernels.languages import LANGUAGES, missing
 from verl_ext.overrides import Failure, UsageError, positive
 from verl_ext.sandbox import CageError
+
+if TYPE_CHECKING:
+    from verl_ext.kernels.tasks import Task
+
+
+PROBLEM = "or a problem in KernelBench's form: FILE.py, or FILE.parquet:NAME of `reproduce prepare`"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +28,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     one = actions.add_parser("evaluate", help="compile, check and time what a model wrote")
     one.add_argument("file", type=Path, help="the answer; - reads it from the standard input")
-    one.add_argument("--task", required=True, help="fuse-0 to fuse-23, fuse-val-0 to fuse-val-7, or a chain of stages")
+    one.add_argument(
+        "--task", required=True, help=f"fuse-0 to fuse-23, fuse-val-0 to fuse-val-7, a chain of stages, {PROBLEM}"
+    )
+    one.add_argument(
+        "--memory-mb", type=positive, default=1024, help="that a player may allocate (default: %(default)s)"
+    )
     one.add_argument("--language", choices=LANGUAGES, default="fuse", help="of the answer (default: %(default)s)")
     one.add_argument("--json", action="store_true", help="the verdict as JSON")
     one.set_defaults(do=_evaluate)
@@ -65,23 +77,42 @@ def run(args: argparse.Namespace) -> int:
         raise Failure(str(error)) from error
 
 
+def _task(said: str) -> Task:
+    """By name, by chain, or a problem in a file."""
+    from verl_ext.kernels import problems
+    from verl_ext.kernels.tasks import Task
+
+    path, _, name = said.partition(":")
+    if not path.endswith((".py", ".parquet")):
+        return Task.of(said)
+    found = problems.read(Path(path))
+    chosen = [task for task in found if name in ("", task.name)]
+    if len(chosen) != 1:
+        raise ValueError(f"{path} holds {', '.join(task.name for task in found)}; say one of them: {path}:NAME")
+    return chosen[0]
+
+
 def _evaluate(args: argparse.Namespace) -> int:
     from verl_ext.kernels.feedback import scrub
     from verl_ext.kernels.judge import Judge
-    from verl_ext.kernels.tasks import Task
+    from verl_ext.kernels.options import JudgeOptions
 
     try:
-        task = Task.of(args.task)
+        task = _task(args.task)
         text = sys.stdin.read() if str(args.file) == "-" else args.file.read_text(encoding="utf-8")
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    with Judge() as judge:
-        verdict = judge.evaluate(task, text, args.language)
+    with Judge(JudgeOptions(memory_mb=args.memory_mb)) as judge:
+        try:
+            verdict = judge.evaluate(task, text, args.language)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     reward = verdict.reward()
     if args.json:
         print(json.dumps({**dataclasses.asdict(verdict), "correct": verdict.correct, "reward": reward}))
         return 0
-    print(f"task      {task.name}: {task.text}\nstatus    {verdict.status}{', a decoy' if verdict.decoy else ''}")
+    print(f"task      {task.name}" if task.code else f"task      {task.name}: {task.text}")
+    print(f"status    {verdict.status}{', a decoy' if verdict.decoy else ''}")
     if verdict.error:
         print(f"error     {scrub(verdict.error)}")
     if verdict.speedup:

@@ -24,8 +24,27 @@ _HOW = {
 }
 
 
+_PROBLEM = {
+    "python": "Write in one fenced block of Python a class ModelNew with the same constructor and forward as Model, "
+    "and C functions in a string SOURCE at the top; kernels.name(...) calls one, contiguous float32 tensors as "
+    "pointers, whole numbers as long, others as float. No includes, strings or attributes in C; "
+    "expf and sqrtf are declared.",
+    "triton": "Write in one fenced block of Python a class ModelNew with the same constructor and forward as Model, "
+    "which launches functions of yours with the decorator @triton.jit. Leave the tensors where they are.",
+}
+_WEIGHTS = "Both are made after the same seed: weights that are drawn in the same order are the same."
+
+
 def prompt(task: Task, language: str) -> str:
-    """The first message to a model that is told everything. The task `fuse` gives small models the chain alone."""
+    """The first message to a model that is told everything. The task `fuse` gives small models the chain alone.
+
+    Raises:
+        ValueError: the language is not for such a task.
+    """
+    if task.code:
+        if language not in _PROBLEM:
+            raise ValueError(f"{task.name} is for the languages {' and '.join(_PROBLEM)}, not {language}")
+        return f"Make this module faster.\n```python\n{task.code.strip()}\n```\n{_PROBLEM[language]} {_WEIGHTS}"
     return (
         f"Make this faster. x is [{ROWS}, {COLUMNS}] float32, a and b are [{COLUMNS}]; the stages are done one after "
         f"the other, each on all of x: {task.text}\n{_HOW[language]}"

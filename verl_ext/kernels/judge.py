@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from verl_ext.kernels import compiler, coverage, languages
+from verl_ext.kernels import compiler, coverage, languages, problems
 from verl_ext.kernels.compiler import Library
 from verl_ext.kernels.languages import PATIENCE, CandidateError, Program
 from verl_ext.kernels.options import JudgeOptions
+from verl_ext.kernels.problems import ProblemSeat
 from verl_ext.kernels.seat import Infrastructure, Seat, TritonSeat
 from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
 from verl_ext.methods.kernel_reward import kernel_reward
@@ -113,6 +114,7 @@ class Judge:
         self.sandbox = Sandbox(limits, cage, modules=["verl_ext.kernels.player"])
         self.shape = (self.options.batch, ROWS, COLUMNS)
         self._references: dict[str, Seat] = {}
+        self._described: dict[str, dict[str, Any]] = {}
         self._random = torch.Generator().manual_seed(secrets.randbits(63))
 
     def close(self) -> None:
@@ -155,11 +157,15 @@ class Judge:
         finally:
             if library is not None:
                 library.close()
+            if task.code and (seat := self._references.pop(task.text, None)):
+                seat.close()  # it may hold much memory, and the next one has other weights
         return dataclasses.replace(verdict, seconds=time.monotonic() - began)
 
     # --- the parts of an evaluation ---
 
     def _judge(self, task: Task, program: Program, library: Library | None, name: str) -> Verdict:
+        if task.code:
+            program = self._problem(task, program)
         self._of(task)  # a reference that cannot be started is nobody's fault
         if program.language == "triton":
             return self._interpret(task, program)
@@ -171,7 +177,7 @@ class Judge:
                 found = again if not again.correct or again.speedup < found.speedup else found
             if not found.correct or library is None:
                 return dataclasses.replace(found, decoy=found.correct)
-            shares = self._profile(task, seat, library, name, found.candidate_us * self.options.batch / 1e6)
+            shares = self._profile(task, seat, library, name, found.candidate_us * len(seat.y) / 1e6)
         alive = self._alive(task, program, library.kernels, library)
         kernels = {place for place, _ in shares.items() if place not in (coverage.TORCH, coverage.OTHER)}
         dead = set(library.kernels) - alive
@@ -180,8 +186,8 @@ class Judge:
 
     @contextlib.contextmanager
     def _player(self, plan: dict[str, Any], library: Library | None, lost: Sequence[str] = ()) -> Iterator[Seat]:
-        made = TritonSeat if "triton" in plan else self.seat
-        seat = made(self.sandbox, self.shape, plan, library, lost, self.options.run_s)
+        made = ProblemSeat if "layout" in plan else TritonSeat if "triton" in plan else self.seat
+        seat = made(self.sandbox, plan.get("layout", self.shape), plan, library, lost, self.options.run_s)
         try:
             yield seat
         finally:
@@ -193,7 +199,10 @@ class Judge:
         if seat is None:
             if len(self._references) >= REFERENCES:
                 self._references.pop(next(iter(self._references))).close()
-            seat = Seat(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
+            if task.code:
+                seat = ProblemSeat(self.sandbox, self._layout, {"problem": task.code}, None, cpu_s=FOREVER_S)
+            else:
+                seat = Seat(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
         self._references[task.text] = seat
         return seat
 
@@ -203,7 +212,23 @@ class Judge:
             return self._of(task).batch(*given)
         except CandidateError as error:
             self._references.pop(task.text).close()
-            raise Infrastructure(f"the reference of {task.text}: {error}") from error
+            raise Infrastructure(f"the reference of {task.name if task.code else task.text}: {error}") from error
+
+    def _problem(self, task: Task, program: Program) -> Program:
+        """A program with the layout of its problem, whose size was looked at first, and once whether it is a task."""
+        described = self._described.get(task.text) or problems.describe(task, self.sandbox)
+        batch = 1 if program.language == "triton" else self.options.batch
+        self._layout = problems.layout(task, described, batch, self.options.memory_mb)
+        if task.text not in self._described:
+            first, second = (self._expected(task, self._drawn(task))[0] for _ in range(2))
+            if self._worst(first, second) <= 1.0:
+                raise Infrastructure(f"{task.name} is no task: its outputs are the same for different inputs")
+            self._described[task.text] = described
+        return dataclasses.replace(program, plan={**program.plan, "layout": self._layout})
+
+    def _drawn(self, task: Task) -> list[torch.Tensor]:
+        seat = self._of(task)
+        return seat.draw() if isinstance(seat, ProblemSeat) else self._inputs()
 
     def _inputs(self) -> list[torch.Tensor]:
         """A batch that nobody has seen: x [batch, rows, columns], a and b [columns]."""
@@ -211,6 +236,8 @@ class Judge:
 
     def _worst(self, y: torch.Tensor, expected: torch.Tensor) -> float:
         """The largest error in tolerances; infinite if an output is not finite."""
+        if not expected.is_floating_point():
+            return 0.0 if torch.equal(y, expected) else math.inf
         size = torch.linalg.vector_norm(expected) / math.sqrt(expected.numel())
         error = (
             float((y - expected).abs_().div_(expected.abs().add_(size).clamp_(min=1e-30)).max())
@@ -224,7 +251,7 @@ class Judge:
         times: list[tuple[float, float]] = []
         worst, low, high = 0.0, 0.0, math.inf
         for pair in range(self.options.max_pairs + 1):
-            given = self._inputs()
+            given = self._drawn(task)
             if pair % 2:
                 expected, reference = self._expected(task, given)
                 y, seconds = seat.batch(*given)
@@ -244,7 +271,7 @@ class Judge:
                 if high - middle <= self.options.precision * middle and middle - low <= self.options.precision * middle:
                     break
         reference, seconds = (_median([pair[which] for pair in times]) for which in (0, 1))
-        scale = 1e6 / self.options.batch
+        scale = 1e6 / len(seat.y)
         return Verdict(
             "right", _median(ratios), low, high, len(ratios), reference * scale, seconds * scale, worst=worst
         )
@@ -262,7 +289,7 @@ class Judge:
 
     def _played(self, task: Task, seat: Seat) -> tuple[torch.Tensor, torch.Tensor]:
         """The outputs of a batch, and what is right."""
-        given = self._inputs()
+        given = self._drawn(task)
         y = seat.batch(*given)[0]
         return y, self._expected(task, given)[0][: len(y)]
 
@@ -272,7 +299,7 @@ class Judge:
 
         def begin() -> None:
             nonlocal expected
-            given = self._inputs()
+            given = self._drawn(task)
             expected = self._expected(task, given)[0]
             seat.begin(*given)
 
@@ -318,4 +345,4 @@ def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:
     if bad:
         return f"{bad} of {y.numel()} outputs are not finite or were not written"
     largest = float((y - expected).abs().max())
-    return f"the largest error is {largest:.3g}, the outputs' size {float(expected.std()):.3g}"
+    return f"the largest error is {largest:.3g}, the outputs' size {float(expected.double().std()):.3g}"

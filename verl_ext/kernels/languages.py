@@ -69,6 +69,8 @@ def read(text: str, language: str, task: Task) -> Program:
     """
     if language not in LANGUAGES:
         raise ValueError(f"language is {language!r}; choose one of {', '.join(LANGUAGES)}")
+    if task.code and language not in ("python", "triton"):
+        raise ValueError(f"{task.name} is a problem in KernelBench's form, for the languages python and triton")
     if len(text) > MAX_CHARS:
         raise CandidateError("no_code", f"{len(text)} characters, more than {MAX_CHARS}")
     if language == "fuse":

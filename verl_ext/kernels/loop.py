@@ -2,7 +2,8 @@
 """The agent loop ``verl_ext_kernels``: a kernel, what the judge says of it, a better kernel, up to ``max_turns`` turns.
 
 It is the multi-turn loop (:mod:`verl_ext.rollout.multi_turn`) with another judge. All turns are played: a right kernel
-can get faster. A row of the data says its task in ``extra_info["task"]``, a name or a chain (`tasks.Task.of`).
+can get faster. A row of the data says its task in ``extra_info["task"]``, a name or a chain (`tasks.Task.of`), or is a
+problem of KernelBench as ``verl-ext reproduce prepare`` writes it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from verl_ext.kernels.feedback import feedback, prompt
 from verl_ext.kernels.judge import Verdict
 from verl_ext.kernels.options import FAST, KernelOptions, Stts, read_options
 from verl_ext.kernels.pool import Pool
+from verl_ext.kernels.problems import task_of
 from verl_ext.kernels.seat import Infrastructure
 from verl_ext.kernels.tasks import Task
 from verl_ext.methods.kernel_reward import stts_select
@@ -89,9 +91,12 @@ class KernelLoop(MultiTurnVerifierLoop):
 
     def task(self, row: Mapping[str, Any]) -> Any:
         info = row.get("extra_info") or {}
-        if "task" not in info:
+        if "task" in info:
+            task = Task.of(str(info["task"]))
+        elif "def get_inputs" in str((row.get("reward_model") or {}).get("ground_truth")):
+            task = task_of(row)
+        else:
             raise ValueError("extra_info lacks 'task': make the data with `verl-ext kernels data`")
-        task = Task.of(str(info["task"]))
         said = task.text if self.options.language == "fuse" else prompt(task, self.options.language)
         return Question(task, said, int(info.get("index", 0)))
 

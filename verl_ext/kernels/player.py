@@ -89,14 +89,18 @@ def program(plan: dict[str, Any], library: ctypes.CDLL | None, names: Sequence[s
                 y.copy_(x)
 
         return parts
-    return model(plan["code"], kernels=SimpleNamespace(**kernels))
+    return model(space(plan["code"], kernels=SimpleNamespace(**kernels))["ModelNew"]())
 
 
-def model(code: str, **names: Any) -> Run:
-    """The class `ModelNew` of a program in Python, which has torch and these names."""
-    space: dict[str, Any] = {"torch": torch, "__name__": "candidate", **names}
-    exec(compile(code, FILE, "exec"), space)
-    made = space["ModelNew"]()
+def space(code: str, **names: Any) -> dict[str, Any]:
+    """What a program in Python defines, which has torch and these names."""
+    made: dict[str, Any] = {"torch": torch, "__name__": "candidate", **names}
+    exec(compile(code, FILE, "exec"), made)
+    return made
+
+
+def model(made: Any) -> Run:
+    """What the class `ModelNew` of a program does with one input."""
 
     def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
         out = made.forward(x, a, b)
@@ -138,6 +142,6 @@ def losing(launch: Callable[..., Any]) -> Callable[..., None]:
         launch(*arguments, **named)
         for tensor, old in zip(tensors, before, strict=True):
             if not torch.equal(tensor, old):
-                tensor.normal_()
+                tensor.normal_() if tensor.is_floating_point() else tensor.random_(2)
 
     return lost

@@ -68,9 +68,9 @@ class Seat:
         cpu_s: float = 10.0,
     ) -> None:
         self._memory = os.memfd_create("verl_ext_batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._memory, player.size(*shape))
+        os.ftruncate(self._memory, self._size(shape))
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self.x, self.y, self.a, self.b = player.views(self._memory, *shape)
+        self._map(shape)
         self.wire, theirs = socket.socketpair()
         self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         descriptors = [theirs.fileno(), self._memory]
@@ -79,7 +79,7 @@ class Seat:
             descriptors.append(library.descriptor)
         try:
             self._call = sandbox.submit(
-                self.target, list(shape), plan, names, list(lost), timeout_s=cpu_s, descriptors=descriptors
+                self.target, shape, plan, names, list(lost), timeout_s=cpu_s, descriptors=descriptors
             )
             self._call.add_done_callback(lambda _: theirs.close())  # then the wire ends here too
             self.pid = self._answer()
@@ -93,12 +93,17 @@ class Seat:
             self.close()
             raise
 
-    def batch(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def _size(self, shape: Sequence[int]) -> int:
+        return player.size(*shape)
+
+    def _map(self, shape: Sequence[int]) -> None:
+        self.x, self.y, self.a, self.b = player.views(self._memory, *shape)
+
+    def batch(self, *given: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Have it play a batch.
 
         Args:
-            x: [batch, rows, columns] float32.
-            a, b: [columns] float32.
+            given: x [batch, rows, columns], a and b [columns], float32.
 
         Returns:
             The outputs [batch, rows, columns], and the seconds of processor time since the last ones.
@@ -107,7 +112,7 @@ class Seat:
             CandidateError: it ended.
             Infrastructure: it was ended.
         """
-        self.begin(x, a, b)
+        self.begin(*given)
         return self.end()
 
     def begin(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -116,8 +121,11 @@ class Seat:
         self.x.copy_(x)
         self.a.copy_(a)
         self.b.copy_(b)
+        self._say(self.go)
+
+    def _say(self, byte: bytes) -> None:
         try:
-            self.wire.send(self.go, socket.MSG_NOSIGNAL)
+            self.wire.send(byte, socket.MSG_NOSIGNAL)
         except OSError:
             self._ended()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task `fuse`: a module is a chain of row-wise stages on x [128, 512] float32, with vectors a, b [512].
+"""Tasks: problems in KernelBench's form (see `problems`), and the task `fuse`.
 
-A tensor fits into a core's private cache, so that the cost of an operation's call and of its traffic to memory are as
-visible on one core as on a GPU: stages that are done in one kernel are really faster. 24 chains are for training, 8
-are held out.
+A module of `fuse` is a chain of row-wise stages on x [128, 512] float32, with vectors a, b [512]. A tensor fits into a
+core's private cache, so that the cost of an operation's call and of its traffic to memory are as visible on one core as
+on a GPU: stages that are done in one kernel are really faster. 24 chains are for training, 8 are held out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 ROWS, COLUMNS = 128, 512
 EPSILON = 1e-5
+PROBLEM = "# task: "
 
 Stage = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 STAGES: dict[str, Stage] = {
@@ -44,23 +45,29 @@ class Task:
     Attributes:
         name: ``fuse-7``, ``fuse-val-2``; or ``fuse`` for a chain that somebody wrote.
         stages: names of `STAGES`, in order.
+        code: of a problem in KernelBench's form, which has no stages.
     """
 
     name: str
     stages: tuple[str, ...]
+    code: str = ""
 
     @property
     def text(self) -> str:
-        """The chain as the prompt has it."""
-        return " ".join(self.stages)
+        """What `of` reads: the chain as the prompt has it, or name and code of a problem."""
+        return f"{PROBLEM}{self.name}\n{self.code}" if self.code else " ".join(self.stages)
 
     @classmethod
     def of(cls, said: str) -> Task:
-        """A task by its name, or from the chain itself.
+        """A task by its name, or from the chain or the problem's code itself.
 
         Raises:
             ValueError: neither.
         """
+        if "def get_inputs" in said and "class Model" in said:
+            head, _, code = said.partition("\n")
+            named = head.startswith(PROBLEM)
+            return cls(head.removeprefix(PROBLEM), (), code) if named else cls("problem", (), said)
         for task in (*training(), *held_out()):
             if said in (task.name, task.text):
                 return task

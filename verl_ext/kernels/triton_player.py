@@ -38,7 +38,12 @@ def play(wire: int, memory: int, shape: list[int], plan: dict[str, Any], names: 
 
 
 def program(code: str, lost: Sequence[str] = ()) -> player.Run:
-    """What is done with one input. Of the configurations of an autotuner the first is taken: nothing is timed."""
+    """What is done with one input."""
+    return player.model(space(code, lost)["ModelNew"]())
+
+
+def space(code: str, lost: Sequence[str] = ()) -> dict[str, Any]:
+    """What a program defines. Of the configurations of an autotuner the first is taken: nothing is timed."""
     jit, autotune = triton.jit, triton.autotune
 
     def jit_or_lost(function: Any = None, **options: Any) -> Any:
@@ -52,7 +57,7 @@ def program(code: str, lost: Sequence[str] = ()) -> player.Run:
     triton.jit = jit_or_lost
     triton.autotune = lambda configs, *given, **options: autotune(configs[:1], *given, **options)
     linecache.cache[player.FILE] = (len(code), None, code.splitlines(keepends=True), player.FILE)  # Triton reads it
-    return player.model(code, triton=triton)
+    return player.space(code, triton=triton)
 
 
 # Once in the process that players are forked from, for what Triton does and imports at its first launch.

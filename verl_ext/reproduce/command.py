@@ -53,6 +53,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--only", action="append", metavar="NAME", help="this data set alone")
     one.add_argument("--any-count", action="store_true", help="take another number of rows than the expected one")
     one.add_argument("--out", type=Path, help="folder to write (default: the cache, where run looks)")
+    one.add_argument("--check", action="store_true", help="list KernelBench's problems that can be played here")
+    one.add_argument(
+        "--memory-mb", type=positive, default=1024, help="for --check: MiB that a player may allocate (default: 1024)"
+    )
 
     one = actions.add_parser("run", parents=whole, help="run what is not complete, then collect")
     one.add_argument("--submit", metavar="ADDRESS", help="as Ray jobs: address of the cluster's dashboard")
@@ -210,7 +214,9 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
 def _prepare(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import prepare
 
-    return prepare.main(find_table(args.table), args.source, args.only, args.out, args.any_count)
+    return prepare.main(
+        find_table(args.table), args.source, args.only, args.out, args.any_count, args.check and args.memory_mb
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -41,8 +41,8 @@ def candidates(source: Source) -> list[str]:
 
 
 def read_file(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a parquet, jsonl, jsonl.gz or json file (a list, or the only list in an object). Raises PrepareError:
-    it cannot be read to its end; the message names file and place.
+    """Records of a parquet, jsonl, jsonl.gz or json file (a list, or the only list in an object), or a problem of
+    KernelBench's checkout. Raises PrepareError: it cannot be read to its end; the message names file and place.
     """
     number = 0
     try:
@@ -60,6 +60,10 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _raw_records(path: Path) -> Iterator[Any]:
+    if path.suffix == ".py":  # level1/19_ReLU.py
+        number, level = path.stem.partition("_")[0], path.parent.name.removeprefix("level")
+        yield {"code": path.read_text("utf-8"), "level": int(level), "name": path.stem, "problem_id": int(number)}
+        return
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -202,11 +206,16 @@ def _folder(local: Path) -> None:
         raise PrepareError(f"--from {local}: there is no such folder")
 
 
+def _place(path: Path) -> tuple[int, str]:
+    """KernelBench's problems by their numbers, other files by their names."""
+    return int(path.stem.partition("_")[0]) if path.suffix == ".py" else 0, str(path)
+
+
 def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[dict[str, Any]], str]:
     """Records of a data set, and where they come from."""
     if local is not None:
         _folder(local)
-        places = (sorted(filter(Path.is_file, local.glob(one))) for one in candidates(source))
+        places = (sorted(filter(Path.is_file, local.glob(one)), key=_place) for one in candidates(source))
         if not (files := next(filter(None, places), [])):
             raise PrepareError(
                 f"{source.name} ({source.title}) is not in {local}: looked for {', '.join(candidates(source))}. "
@@ -277,10 +286,28 @@ def names_of(table: Table, only: Sequence[str] | None = None) -> list[str]:
     return list(only or own)
 
 
-def main(table: Table, source: Path | None, only: Sequence[str] | None, out: Path | None, any_count: bool) -> int:
+def check(source: Source, folder: Path, memory_mb: int) -> None:
+    """Say of each problem of a prepared data set whether it can be played on this machine, and why not."""
+    from verl_ext.kernels import problems
+
+    tasks, fit = problems.read(target_of(source, folder)), 0
+    for task, needs, refused in problems.check(tasks, memory_mb):
+        fit += not refused
+        print(f"  {refused or f'{task.name}: can be played here, about {needs >> 20} MiB'}", flush=True)
+    print(f"{source.name}: {fit} of {len(tasks)} problems can be played here with memory_mb={memory_mb}")
+
+
+def main(
+    table: Table,
+    source: Path | None,
+    only: Sequence[str] | None,
+    out: Path | None,
+    any_count: bool,
+    memory_mb: int | None = None,
+) -> int:
     """Prepare the data sets of a table (those in `only`) from the folder `source` (None: the hub) in `out` (None:
-    :func:`verl_ext.reproduce.plan.data_home`), and say what was done. Returns 0, or 1 if a data set is missing or
-    wrong; the others are prepared all the same.
+    :func:`verl_ext.reproduce.plan.data_home`), and say what was done; `memory_mb` asks for `check` of KernelBench's
+    problems. Returns 0, or 1 if a data set is missing or wrong; the others are prepared all the same.
     """
     folder, failed = out or plan.data_home(), []
     names = names_of(table, only)
@@ -301,6 +328,8 @@ def main(table: Table, source: Path | None, only: Sequence[str] | None, out: Pat
         print(f"{name}: {manifest['rows']} rows{expected} in {target_of(one, folder)}, {how}{rights}", flush=True)
         if one.note and not there:
             print(f"  {one.note.strip()}")
+        if memory_mb and one.kind == "kernel_code":
+            check(one, folder, memory_mb)
     if failed:
         done = len(names) - len(failed)
         print(f"{done} of {len(names)} data sets are ready; missing: {', '.join(failed)}", file=sys.stderr)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_ext.integration import columns, wraps
@@ -293,3 +294,40 @@ def test_state_of_parts_is_in_the_checkpoint(tmp_path: Any, caplog: pytest.LogCa
     config.trainer.update(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_3"))
     checkpoints.load(config, 3, [after])
     assert after.count == 8
+
+
+@pytest.mark.parametrize("name", ["dr_mas", "trloo", "grpo"])
+def test_agents_with_a_reward_each_are_compared_by_their_own(name: str) -> None:
+    """Two games of two players: verl stores one score a trajectory, and no estimator may mix the players."""
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    keys = [f"u_{game}_{turn}" for game in (0, 1) for turn in range(4)]
+    wins = [1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 1.0]
+    said = [{"agent_id": f"player_{turn % 2}", "turn_reward": 0.0} for turn in range(8)]
+    for row, reward in zip(said, wins, strict=True):
+        row["agent_reward"] = reward
+    for row in (2, 3, 6, 7):
+        said[row]["turn_reward"] = wins[row]
+    found, missing = columns.row_fields(keys, [{}] * 8, said)
+    active = columns.ActiveBatch(columns=found, missing=missing, extra_fields=said)
+    zeros = torch.zeros(8, 2)
+    tensors = {"response_mask": torch.tensor([[1, 1], [1, 0]] * 4)}
+    tensors |= {"token_level_scores": zeros, "token_level_rewards": zeros}
+    uids = np.array([f"u{turn % 2}" for turn in range(8)], dtype=object)  # as if [index, agent_id] were the group
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
+    methods.complete(active, data)
+    assert data.batch["token_level_rewards"].sum(-1).tolist() == wins
+    assert data.batch["token_level_rewards"][1].tolist() == [-1.0, 0.0] and not zeros.any()
+    config = OmegaConf.create({"gamma": 1.0, "trloo": {"group_by": ["index"]}, "norm_adv_by_std_in_grpo": True})
+    estimated = methods.estimate(
+        compute_advantage_for_multi_trajectories,
+        data,
+        keys,
+        AdvantageEstimator(name) if name == "grpo" else name,
+        active,
+        config=config,
+    )
+    advantages = estimated.batch["advantages"][:, 0]
+    assert torch.equal(advantages.sign(), torch.tensor(wins))
+    assert active.columns["traj_uid"].tolist() == ["u_0"] * 4 + ["u_1"] * 4

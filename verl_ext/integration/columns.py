@@ -105,6 +105,8 @@ def row_fields(
             )
         else:
             columns[name] = _objects([rows[i].get(name) for i in range(size)])
+    if not all(row_lacks(row, "agent_reward") for row in rows):
+        columns["agent_reward"] = _objects([row.get("agent_reward") for row in rows])
     for name in ("is_action_valid", "valid_row"):
         columns[name] = np.array([truth(row, name, key) for key, row in zip(keys, rows, strict=True)], dtype=bool)
     columns["valid_row"] &= ~padding
@@ -136,6 +138,18 @@ def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
     if isinstance(value, bool | int | float | np.bool_ | np.number) and value in (0, 1):
         return bool(value)
     raise BatchError(f"{name} of row {key} is {value!r}; an agent loop gives true or false.")
+
+
+def own_trajectories(columns: Mapping[str, Any]) -> np.ndarray:
+    """[B] object, the trajectory along which a row's return runs: ``traj_uid``, or where agents have rewards each
+    (``agent_reward``) the rows of its agent in it. Raises BatchError: rows have such a reward and no ``agent_id``."""
+    uids: np.ndarray = columns["traj_uid"]
+    if "agent_reward" not in columns:
+        return uids
+    if "agent_id" not in columns:
+        raise BatchError("rows have an agent_reward, but not all have an agent_id; an agent loop gives both.")
+    rows = zip(uids, columns["agent_id"], columns["agent_reward"], strict=True)
+    return _objects([uid if reward is None else f"{uid}.{agent}" for uid, agent, reward in rows])
 
 
 def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray) -> bool:

@@ -113,19 +113,36 @@ def estimate(
         return batch["advantages"], batch["returns"]
 
     active.component = component
-    with columns.active(active):
-        return compute(data, name)
+    shared, own = active.columns["traj_uid"], columns.own_trajectories(active.columns)
+    if own is not shared:
+        keys = [f"{uid}_{split_key(key)[2]}" for uid, key in zip(own, keys, strict=True)]
+    active.columns["traj_uid"] = own
+    try:
+        with columns.active(active):
+            return compute(data, name)
+    finally:
+        active.columns["traj_uid"] = shared
 
 
 def complete(active: ActiveBatch, data: Any) -> None:
     """Add the token columns that verl already fetched, and settle the reward of each row.
 
-    A trajectory of one row has the reward of its row. KL-in-reward is part of `token_level_rewards` only, so its
-    share is added to the rewards that came with the rows.
+    A trajectory of one row has the reward of its row. Where agents have rewards each (``agent_reward``), a row's is its
+    agent's, and no longer the trajectory's, which is all that verl can store. KL-in-reward is part of
+    `token_level_rewards` only, so its share is added to the rewards that came with the rows.
     """
     for name in columns.TOKEN_COLUMNS:
         if name in data.batch.keys():
             active.columns[name] = data.batch[name]
+    if "agent_reward" in active.columns:
+        change = torch.zeros_like(data.batch["token_level_scores"])
+        for row, reward in enumerate(active.columns["agent_reward"]):
+            if reward is not None:
+                (tokens,) = data.batch["response_mask"][row].nonzero(as_tuple=True)
+                change[row, tokens[-1] if len(tokens) else 0] = float(reward)
+                change[row] -= data.batch["token_level_scores"][row]
+        for name in ("token_level_scores", "token_level_rewards"):
+            data.batch[name] = data.batch[name] + change
     scores = data.batch["token_level_scores"].double().sum(-1)
     rewards = data.batch["token_level_rewards"].double().sum(-1)
     valid = active.columns["valid_row"]

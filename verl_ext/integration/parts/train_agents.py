@@ -7,7 +7,8 @@ A row of another agent is taken out as if its agent loop had said ``valid_row: f
     R_i = G_i - gamma^(turn_index[next(i)] - turn_index[i]) * G_next(i)
 
 with G_i the discounted return over all rows of the trajectory and next(i) the next row that is left. So the returns of
-the agents that are trained are what they would be with all rows: a planner gets what its workers earn after it.
+the agents that are trained are what they would be with all rows: a planner gets what its workers earn after it. Of
+agents that have a reward each (``agent_reward``), none gets another's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.integration.columns import ActiveBatch, BatchError, is_real
+from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, own_trajectories
 from verl_ext.integration.options import OptionError, coerce, discount, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import dicts, fetch, take_out
@@ -67,7 +68,8 @@ class TrainAgents(Part):
         trained = valid & np.isin(np.array([row.get("agent_id") for row in active.extra_fields], dtype=str), self.names)
         if "turn_reward" in columns:
             gamma = discount(self.config.algorithm)
-            columns["turn_reward"] = carried(columns, valid, trained, gamma)
+            own = {**columns, "traj_uid": own_trajectories(columns)}
+            columns["turn_reward"] = carried(own, valid, trained, gamma)
         columns["valid_row"] = trained
         real = [is_real(tag) for tag in batch.tags]
         self.metrics["rollout/rows_of_other_agents"] = float(np.sum(valid & real) - np.sum(trained & real))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet files of prompts for the step-wise loop: one row a seed of an environment.
+"""Parquet files of prompts for the step-wise loop, or a team that plays: one row a seed of an environment.
 
 From a shell::
 
@@ -18,8 +18,9 @@ from typing import Any
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, plain
 from verl_ext.rollout.environments.registry import target
 
-#: The agent loop that plays the rows.
+#: The agent loops that play the rows.
 AGENT_LOOP = "verl_ext_step_wise"
+TEAM_LOOP = "verl_ext_orchestra"
 INSTRUCTION = "Play the game."
 
 
@@ -30,6 +31,7 @@ def build_rows(
     *,
     instruction: str = INSTRUCTION,
     system: str = "",
+    orchestra: str = "",
 ) -> list[dict[str, Any]]:
     """Dataset rows of an environment's seeds.
 
@@ -39,6 +41,7 @@ def build_rows(
         kwargs: arguments of the environment's class, plain data.
         instruction: the prompt's text: the task of an environment that says none, and ``{prompt}`` in a template.
         system: text of a system message, or empty.
+        orchestra: the team that plays, such as ``textarena_game``; empty: the step-wise loop.
 
     Returns:
         Rows with ``data_source``, ``agent_name``, ``prompt`` (chat messages), ``ability``, ``reward_model`` and
@@ -58,7 +61,7 @@ def build_rows(
     return [
         {
             "data_source": f"environment/{environment}",
-            "agent_name": AGENT_LOOP,
+            **({"agent_name": TEAM_LOOP, "orchestra": orchestra} if orchestra else {"agent_name": AGENT_LOOP}),
             "prompt": [*messages, {"role": "user", "content": instruction}],
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": ""},
@@ -97,12 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", required=True, help="a number, or first:last")
     parser.add_argument("--instruction", default=INSTRUCTION, help="text of the prompt")
     parser.add_argument("--system", default="", help="text of a system message")
+    parser.add_argument("--orchestra", default="", help="the team that plays; without it the step-wise loop does")
     parser.add_argument("--out", required=True, type=Path, help="the parquet file")
     given = parser.parse_args(arguments)
     try:
         kwargs = json.loads(given.kwargs)
         seeds = seed_range(given.seeds)
-        rows = build_rows(given.environment, seeds, kwargs, instruction=given.instruction, system=given.system)
+        told = {name: getattr(given, name) for name in ("instruction", "system", "orchestra")}
+        rows = build_rows(given.environment, seeds, kwargs, **told)
     except (ValueError, TypeError, EnvironmentFault, EnvironmentUnavailable) as error:
         parser.error(str(error))
     write_parquet(rows, given.out)

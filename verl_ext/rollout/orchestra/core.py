@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from verl_ext.contain import contained
@@ -37,15 +38,17 @@ class Outcome:
         reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
         answer: the team's answer.
         info: further numbers for verl's validation metrics.
+        rewards: a reward for each agent, by name, instead of one for all; see the row field ``agent_reward``.
     """
 
     reward: float | None = None
     answer: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.reward is None and self.answer is None:
-            raise ValueError("Outcome needs a reward or an answer that the reward function can judge")
+        if self.reward is None and self.answer is None and self.rewards is None:
+            raise ValueError("Outcome needs a reward, one for each agent, or an answer for the reward function")
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,14 @@ class Result:
         answer: the team's answer, if the orchestration named one.
         info: further numbers of the reward function and of the orchestration.
         summed: the outcome is the sum of the calls' own rewards.
+        rewards: of each agent by name, where they have one each; the outcome is their mean.
     """
 
     outcome: float
     answer: str = ""
     info: Mapping[str, float] = field(default_factory=dict)
     summed: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -335,6 +340,10 @@ class Team:
             result = Outcome(answer=result)
         if not isinstance(result, Outcome):
             return Result(_finite(result))
+        if result.rewards is not None:
+            rewards = {name: _finite(reward) for name, reward in result.rewards.items()}
+            earned = [rewards[name] for name in {call.agent.name for call in self.calls}]
+            return Result(fmean(earned or [0.0]), result.answer or "", dict(result.info), rewards=rewards)
         if result.reward is not None:
             return Result(_finite(result.reward), result.answer or "", dict(result.info))
         score, info = await self.judge(str(result.answer))

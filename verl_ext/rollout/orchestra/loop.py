@@ -11,7 +11,8 @@ keys), or the entry of an agent loop config::
       options: {max_loops: 3}
 
 Row fields in ``extra_fields``: ``agent_id``, ``turn_reward`` (the call's own reward; the last call's also has the
-outcome, so that a trajectory's turns sum to everything it earned), ``is_action_valid``, ``valid_row``, ``anchor_obs``.
+outcome, so that a trajectory's turns sum to everything it earned; where agents have a reward each, it is in the last
+call of each, and in ``agent_reward`` of all of its rows), ``is_action_valid``, ``valid_row``, ``anchor_obs``.
 For reading: ``orchestra``, ``model``, ``answer``, ``prompt_tokens_cut``, and in the last row ``failure`` (why the
 trajectory failed, ``""`` when it did not), ``failure_detail`` and ``failures`` (counts by reason, also of what did not
 end it). ``reward_score`` of every row is the outcome.
@@ -37,6 +38,7 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl_ext.integration import endpoints
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
+from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
 from verl_ext.rollout.orchestra import agents, core, judging, mcp_tools, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
@@ -124,6 +126,7 @@ class OrchestraLoop(AgentLoopBase):
 
         Raises:
             OptionError: no such orchestra, or a setting that it does not take.
+            EnvironmentUnavailable: what it plays can't be played on this machine.
             RuntimeError: see `rows.HOPELESS`.
             Exception: what the engine raised.
         """
@@ -172,6 +175,8 @@ class OrchestraLoop(AgentLoopBase):
                 work.cancel()
                 raise
             return Result(0.0), agents.ERROR, "the orchestration cancelled itself"
+        except EnvironmentUnavailable:
+            raise  # no trajectory of the run can play it
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -310,7 +315,10 @@ class OrchestraLoop(AgentLoopBase):
         kept = not failure or self.settings.on_failure != "exclude"
         # A trajectory that failed has earned nothing: a reward given before may not outlive what came to an end by it.
         rewards = [0.0 if failure else float(call.reply.reward) for call in calls]
-        if calls and not failure and not result.summed:
+        if result.rewards:
+            for name, place in {call.agent.name: place for place, call in enumerate(calls)}.items():
+                rewards[place] += result.rewards[name]
+        elif calls and not failure and not result.summed:
             rewards[-1] += result.outcome
         for call in calls:
             call.completion.row.trained = kept
@@ -331,6 +339,8 @@ class OrchestraLoop(AgentLoopBase):
                 "model": call.agent.model,
                 "prompt_tokens_cut": call.completion.prompt_tokens_cut,
             }
+            if result.rewards:
+                row.fields["agent_reward"] = result.rewards[call.agent.name]
         made[-1].metrics.compute_score = self._judging
         made[-1].fields.update(failure_detail=detail, failures=dict(team.events), answer=result.answer)
         empty = [not row.response_ids for row in made]
@@ -372,6 +382,8 @@ class OrchestraLoop(AgentLoopBase):
             own = [call.reply for call in calls if call.agent.name == agent.name]
             info[f"calls_{agent.name}"] = float(len(own))
             info[f"invalid_{agent.name}"] = float(sum(not reply.valid for reply in own))
+            if agent.name in result.rewards:
+                info[f"reward_{agent.name}"] = result.rewards[agent.name]
         for reason in {*self.reasons, *events}:
             info[f"failure_{reason}"] = float(events.get(reason, 0))
         return info

@@ -17,6 +17,7 @@ SHIPPED = {
     "solver_verifier": "verl_ext.rollout.orchestra.solver_verifier",
     "search": "verl_ext.rollout.orchestra.search",
     "planner_worker": "verl_ext.rollout.orchestra.planner_worker",
+    "textarena_game": "verl_ext.rollout.orchestra.textarena_game",
     "python": "verl_ext.rollout.orchestra.python_turns",
 }
 """Orchestras of this package and the modules that register them."""

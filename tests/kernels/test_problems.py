@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from verl_ext import cli
 from verl_ext.kernels import problems
 from verl_ext.kernels.feedback import prompt
 from verl_ext.kernels.judge import Judge
+from verl_ext.kernels.loop import KernelLoop
+from verl_ext.kernels.options import KernelOptions
 from verl_ext.kernels.seat import Infrastructure
 from verl_ext.kernels.tasks import Task
 
@@ -166,6 +169,8 @@ def test_words_and_names() -> None:
     row = {"reward_model": {"ground_truth": RELU.code}, "extra_info": {"level": 1, "problem_id": 19, "name": "19_ReLU"}}
     assert problems.task_of(row).name == "kernelbench-1-19"
     assert RELU.code.strip() in prompt(RELU, "triton") and "ModelNew" in prompt(RELU, "python")
+    asked = KernelLoop.task(SimpleNamespace(options=KernelOptions(language="python")), row)  # type: ignore[arg-type]
+    assert asked.task == problems.task_of(row) and asked.question == prompt(RELU, "python")
     with pytest.raises(ValueError, match="relu is for the languages python and triton, not fuse"):
         prompt(RELU, "fuse")
 

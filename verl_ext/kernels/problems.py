@@ -23,7 +23,7 @@ from verl_ext.kernels.tasks import Task
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
 
 LANGUAGES = ("python", "triton")
-DESCRIBE_S = 20.0
+DESCRIBE_S = 60.0
 """Seconds of processor time for the pass on the meta device."""
 COPIES = 4
 """Of what a player holds: two players, and the judge's inputs and outputs."""

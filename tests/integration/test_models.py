@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_ext import cli
 from verl_ext.integration import checks, model_options
@@ -379,6 +382,64 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
 
     members.numbered_rollout(original, 2000)("embedded", "async")(config=Config())
     assert seen["replica_rank"] == 2001 and server_name(2001) == "embedded_server_2001_0"
+
+
+class Saved:
+    """A worker group whose checkpoint is a file with the step, kept and removed as verl's worker does."""
+
+    def __init__(self) -> None:
+        self.step, self.loaded, self.dies = 0, -1, False
+        self.manager = object.__new__(BaseCheckpointManager)
+        self.manager.previous_saved_paths = []
+
+    def save_checkpoint(self, local_path: str, hdfs_path: Any, global_step: int, max_ckpt_to_keep: Any = None) -> None:
+        if self.dies:
+            raise KeyboardInterrupt
+        self.manager.ensure_checkpoint_capacity(max_ckpt_to_keep)
+        Path(local_path).mkdir(parents=True)
+        (Path(local_path) / "step").write_text(str(global_step))
+        self.manager.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str, del_local_after_load: bool = False) -> None:
+        self.loaded = int((Path(local_path) / "step").read_text())
+
+
+@pytest.mark.usefixtures("verl_configuration")
+@pytest.mark.parametrize("keep", [None, 1, 2, 3])
+@pytest.mark.parametrize("survivor", ["policy", "small"])
+def test_a_kill_between_the_saves_of_two_models_resumes_all_from_the_step_before(
+    tmp_path: Path, survivor: str, keep: int | None
+) -> None:
+    """verl's own saving and loading, by which one model has a step that the other has not."""
+    overrides = (*TWO, f"trainer.default_local_dir={tmp_path}", f"trainer.max_actor_ckpt_to_keep={keep or 'null'}")
+
+    class Run(lead.LeadMixin, PPOTrainer):
+        def __init__(self) -> None:
+            self.config, self.use_critic, self.trainer_mode = config(*overrides), False, "sync"
+            self.train_dataloader = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+            self.checkpoint_callback = SimpleNamespace(on_save=lambda **said: None)
+            self.actor_rollout_wg = Saved()
+            (model,) = model_options.of(self.config)
+            self._members = {"small": SimpleNamespace(model=model, actor_rollout_wg=Saved())}
+            self.groups = {"policy": self.actor_rollout_wg, "small": self._members["small"].actor_rollout_wg}
+
+    Run.__abstractmethods__ = frozenset()
+    run = Run()
+    if survivor == "small":  # in whatever order they are saved
+        run._trainers = lambda: {"small": run._members["small"], "policy": run}
+    for run.global_steps in (1, 2, 3):
+        run._save_checkpoint()
+    (dies,) = run.groups.keys() - {survivor}
+    run.groups[dies].dies = True
+    run.global_steps = 4
+    with pytest.raises(KeyboardInterrupt):
+        run._save_checkpoint()
+    assert (tmp_path / "global_step_4" / "actor" / survivor / "step").exists()
+
+    again = Run()
+    again._load_checkpoint()
+    assert again.global_steps == 3
+    assert {name: group.loaded for name, group in again.groups.items()} == {"policy": 3, "small": 3}
 
 
 def test_all_models_are_saved_and_synchronised_together(tmp_path: Path) -> None:

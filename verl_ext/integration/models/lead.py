@@ -271,10 +271,14 @@ class Groups:
     def __init__(self, groups: Mapping[str, Any]) -> None:
         self.groups = groups
 
-    def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None, step: int, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        # A model that keeps one would remove it when it is saved itself; until all are, the run resumes from it.
+        keep = 2 if max_ckpt_to_keep == 1 else max_ckpt_to_keep
         for name, group in self.groups.items():
             remote = None if hdfs_path is None else os.path.join(hdfs_path, name)
-            group.save_checkpoint(os.path.join(local_path, name), remote, *args, **kwargs)
+            group.save_checkpoint(os.path.join(local_path, name), remote, step, max_ckpt_to_keep=keep)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         for name, group in self.groups.items():

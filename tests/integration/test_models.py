@@ -37,7 +37,8 @@ TWO = ("+verl_ext.models.small.trained=true", "+verl_ext.orchestra.agents.verifi
 
 
 def config(*overrides: str) -> Any:
-    made = compose("ppo_trainer", overrides=[*RUN, *overrides])
+    recipe = any(one.startswith("+recipe") for one in overrides)
+    made = compose("ppo_trainer", overrides=[*RUN[recipe:], *overrides])
     checks.complete(made)
     return made
 
@@ -134,6 +135,14 @@ class TestConfiguration:
                 ["+verl_ext.models.small.updates_per_batch=1000000"],
                 r"models\.small: verl_ext\.updates_per_batch is 1000000",
             ),
+            (
+                ["+recipe=[dr_mas,kpo,cpu]", "+verl_ext.models.small.actor.policy_loss.kalman_q=-1"],
+                r"small: .*kalman_q",
+            ),
+            (
+                ["+recipe=[otb,cpu]", "+verl_ext.models.small.model.use_fused_kernels=true"],
+                r"models\.small: otb needs the logits, which fused kernels never form",
+            ),
         ],
     )
     def test_what_cannot_be_is_named_before_ray_starts(self, overrides: list[str], message: str) -> None:
@@ -147,6 +156,14 @@ class TestConfiguration:
         with pytest.raises(OptionError, match=message):
             checks.complete(composed)
             checks.check(composed)
+
+    def test_a_model_has_a_filter_of_its_own(self) -> None:
+        made = config(*TWO, "+recipe=[dr_mas,kpo,cpu]", "+verl_ext.models.small.actor.policy_loss.kalman_q=1e-3")
+        checks.check(made)
+        (small,) = model_options.of(made)
+        own = small.config(made).actor_rollout_ref.actor.policy_loss
+        assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
+        assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
 
     def test_updates_by_rows_are_warned_about(self) -> None:
         made = config(*TWO, "verl_ext.updates_per_batch=null")

@@ -45,6 +45,7 @@ def check(config: Any) -> list[str]:
 def check_model(config: Any, model: model_options.Model) -> list[str]:
     """Check the whole config of a further model, as verl and the parts check that of a run of this model alone. Raises
     OptionError: names the model."""
+    from hydra.errors import InstantiationException
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config
 
@@ -54,6 +55,6 @@ def check_model(config: Any, model: model_options.Model) -> list[str]:
     try:
         validate_config(own, use_reference_policy=need_reference_policy(own), use_critic=has_critic(own))
         warnings = [warning for part in PARTS for warning in part.check(own)]
-    except (AssertionError, ValueError, TypeError) as error:
-        raise OptionError(f"{where}: {error}") from error
+    except (AssertionError, ValueError, TypeError, InstantiationException) as error:
+        raise OptionError(f"{where}: {error.__cause__ or error}") from error
     return [f"{where}: {warning}" for warning in warnings]

@@ -292,7 +292,7 @@ def test_a_kernel_without_pidfd_open_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_layer_that_does_not_close_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork tries what must fail; with a filter that lets everything through, and so on, it gives up."""
     reader, writer = os.pipe()
-    everything = {"seccomp_program": lambda machine: b"\x06\0\0\0\0\0\xff\x7f", "library_paths": lambda: ["/"]}
+    everything = {"seccomp_program": lambda *_: b"\x06\0\0\0\0\0\xff\x7f", "library_paths": lambda: ["/"]}
     for name, value in everything.items():
         with monkeypatch.context() as patched:
             patched.setattr(cage, name, value)

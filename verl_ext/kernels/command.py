@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.kernels.languages import LANGUAGES, missing
+from verl_ext.kernels.languages import BACKENDS, LANGUAGES, missing
 from verl_ext.overrides import Failure, UsageError, positive
 from verl_ext.sandbox import CageError
 
@@ -35,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-mb", type=positive, default=1024, help="that a player may allocate (default: %(default)s)"
     )
     one.add_argument("--language", choices=LANGUAGES, default="fuse", help="of the answer (default: %(default)s)")
+    one.add_argument("--backend", choices=BACKENDS, help="for triton: triton_interpret (default), or triton, a GPU")
     one.add_argument("--json", action="store_true", help="the verdict as JSON")
     one.set_defaults(do=_evaluate)
     what = actions.add_parser("tasks", help="list the tasks")
@@ -102,7 +103,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         text = sys.stdin.read() if str(args.file) == "-" else args.file.read_text(encoding="utf-8")
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    with Judge(JudgeOptions(memory_mb=args.memory_mb)) as judge:
+    if args.backend and args.language not in BACKENDS[args.backend]:
+        raise UsageError(f"--backend {args.backend} takes --language {' or '.join(BACKENDS[args.backend])}")
+    with Judge(JudgeOptions(memory_mb=args.memory_mb, backend=args.backend or "c")) as judge:
         try:
             verdict = judge.evaluate(task, text, args.language)
         except ValueError as error:
@@ -152,6 +155,7 @@ def _tasks(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from verl_ext.kernels import compiler, coverage
+    from verl_ext.kernels.cuda import Cuda
     from verl_ext.kernels.judge import Judge
     from verl_ext.kernels.tasks import training
     from verl_ext.sandbox import check
@@ -173,7 +177,7 @@ def _doctor(args: argparse.Namespace) -> int:
     told("cage", layers, refused)
     print("backends   c: gcc, this machine's processor")
     print(f"           triton_interpret: what is right, no speed; {missing('triton') or 'Triton is installed'}")
-    print("           triton, cuda: not built")
+    print(f"           triton: {Cuda().lacks() or 'a GPU with CUDA; this back end was never run on one'}")
     if well:
         task = training()[0]
         with Judge() as judge:

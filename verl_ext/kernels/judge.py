@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import math
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from verl_ext.kernels.compiler import Library
 from verl_ext.kernels.languages import PATIENCE, CandidateError, Program
 from verl_ext.kernels.options import JudgeOptions
 from verl_ext.kernels.problems import ProblemSeat
-from verl_ext.kernels.seat import Infrastructure, Seat, TritonSeat
+from verl_ext.kernels.seat import DeviceSeat, Infrastructure, Seat, TritonSeat
 from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
 from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.sandbox import Limits, Sandbox
@@ -35,9 +36,13 @@ STATUSES = (
 )  # fmt: skip
 REFERENCES = 64
 """Reference players that a judge keeps; the one that was not used for longest goes first."""
+DEVICE_REFERENCES = 4
+"""The same on a GPU, where each has a context of half a gigabyte."""
 FOREVER_S = 1e5
 #: Batches of a program that is interpreted, all of them compared.
 INTERPRETED = 4
+#: Batches of the reference on a GPU before there is a candidate: the slowest is the most that one counts afterwards.
+ALONE = 3
 #: Looks at the candidate in a batch, for its coverage.
 LOOKS_A_BATCH = 8
 
@@ -100,21 +105,31 @@ class Judge:
 
     Raises:
         CageError: this machine has not what the cage needs.
-        Infrastructure: there is no compiler.
+        Infrastructure: there is no compiler, or not what the back end needs.
     """
 
-    seat = Seat
+    seat: type[Seat] = Seat
+    device_seat = DeviceSeat
 
     def __init__(self, options: JudgeOptions | None = None, cage: str = "required") -> None:
         self.options = options or JudgeOptions()
         self.compiler = compiler.version()
         if not self.compiler:
             raise Infrastructure("there is no gcc with binutils here; install both (Debian: apt install gcc)")
+        self.scratch: tempfile.TemporaryDirectory[str] | None = None
+        module = "verl_ext.kernels.player"
+        self.on_device = self.options.backend == "triton"
+        if self.on_device:
+            if lacks := self.device_seat.device.lacks():
+                raise Infrastructure(f"the backend triton: {lacks}")
+            self.seat, module = self.device_seat, self.device_seat.target.partition(":")[0]
+            self.scratch = tempfile.TemporaryDirectory(prefix="verl_ext_kernels_", ignore_cleanup_errors=True)
         limits = Limits(workers=REFERENCES + 16, memory_mb=self.options.memory_mb, patience=PATIENCE)
-        self.sandbox = Sandbox(limits, cage, modules=["verl_ext.kernels.player"])
+        self.sandbox = Sandbox(limits, cage, modules=[module], scratch=self.scratch.name if self.scratch else "")
         self.shape = (self.options.batch, ROWS, COLUMNS)
         self._references: dict[str, Seat] = {}
         self._described: dict[str, dict[str, Any]] = {}
+        self._alone = math.inf
         self._random = torch.Generator().manual_seed(secrets.randbits(63))
 
     def close(self) -> None:
@@ -123,6 +138,8 @@ class Judge:
             seat.close()
         self._references.clear()
         self.sandbox.close()
+        if self.scratch:
+            self.scratch.cleanup()
 
     def __enter__(self) -> Judge:
         return self
@@ -140,12 +157,17 @@ class Judge:
 
         Raises:
             Infrastructure: there is none, and the candidate is not to blame.
+            ValueError: the back end triton does not take the language.
         """
         began, library, name = time.monotonic(), None, f"verl_ext_{secrets.token_hex(8)}"
         try:
             language = language or self.options.language
             if lacks := languages.missing(language):
                 raise Infrastructure(lacks)
+            if self.on_device and language not in languages.BACKENDS["triton"]:
+                raise ValueError(f"the backend triton takes the language triton, not {language}")
+            if self.on_device and task.code:
+                raise ValueError("the backend triton takes chains of stages, no problems; take triton_interpret or c")
             program = languages.read(text, language, task)
             if program.source:
                 library = compiler.build(program.source, self.options.compile_s, name)
@@ -167,14 +189,12 @@ class Judge:
         if task.code:
             program = self._problem(task, program)
         self._of(task)  # a reference that cannot be started is nobody's fault
-        if program.language == "triton":
+        if program.language == "triton" and not self.on_device:
             return self._interpret(task, program)
+        if self.scratch:
+            return self._on_device(task, program, self.scratch.name)
         with self._player(program.plan, library) as seat:
-            found = self._time(task, seat)
-            if found.correct and found.speedup > self.options.second_look:
-                with self._player(program.plan, library) as fresh:
-                    again = self._time(task, fresh)
-                found = again if not again.correct or again.speedup < found.speedup else found
+            found = self._looked(task, program, library, seat)
             if not found.correct or library is None:
                 return dataclasses.replace(found, decoy=found.correct)
             shares = self._profile(task, seat, library, name, found.candidate_us * len(seat.y) / 1e6)
@@ -184,9 +204,28 @@ class Judge:
         share = sum(shares[place] for place in kernels - dead) if alive else 0.0
         return dataclasses.replace(found, coverage=min(share, 1.0), decoy=not alive, profile=shares)
 
+    def _looked(self, task: Task, program: Program, library: Library | None, seat: Seat) -> Verdict:
+        """What its times say, with the second look."""
+        found = self._time(task, seat)
+        if found.correct and found.speedup > self.options.second_look:
+            with self._player(program.plan, library) as fresh:
+                again = self._time(task, fresh)
+            found = again if not again.correct or again.speedup < found.speedup else found
+        return found
+
+    def _on_device(self, task: Task, program: Program, scratch: str) -> Verdict:
+        """The same on a GPU, where a candidate that is alive might slow the reference down."""
+        self._expected(task, self._inputs())
+        self._alone = max(self._expected(task, self._inputs())[1] for _ in range(ALONE))
+        with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as folder:
+            program = dataclasses.replace(program, plan={**program.plan, "folder": folder})
+            with self._player(program.plan, None) as seat:
+                found = self._looked(task, program, None, seat)
+            return self._share(task, program, found) if found.correct else found
+
     @contextlib.contextmanager
     def _player(self, plan: dict[str, Any], library: Library | None, lost: Sequence[str] = ()) -> Iterator[Seat]:
-        made = ProblemSeat if "layout" in plan else TritonSeat if "triton" in plan else self.seat
+        made = ProblemSeat if "layout" in plan else TritonSeat if "triton" in plan and not self.on_device else self.seat
         seat = made(self.sandbox, plan.get("layout", self.shape), plan, library, lost, self.options.run_s)
         try:
             yield seat
@@ -197,12 +236,13 @@ class Judge:
         """The player of the reference: trusted code in a cage like the candidate's, kept for the next candidate."""
         seat = self._references.pop(task.text, None)
         if seat is None:
-            if len(self._references) >= REFERENCES:
+            if len(self._references) >= (DEVICE_REFERENCES if self.on_device else REFERENCES):
                 self._references.pop(next(iter(self._references))).close()
             if task.code:
                 seat = ProblemSeat(self.sandbox, self._layout, {"problem": task.code}, None, cpu_s=FOREVER_S)
             else:
-                seat = Seat(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
+                made = self.device_seat if self.on_device else Seat
+                seat = made(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
         self._references[task.text] = seat
         return seat
 
@@ -263,6 +303,7 @@ class Judge:
                 return Verdict("wrong", error=_how_wrong(y, expected), worst=worst)
             if pair == 0:
                 continue
+            reference = min(reference, self._alone)
             ratios.append(reference / max(seconds, 1e-9))
             times.append((reference, seconds))
             if pair >= self.options.pairs:
@@ -275,6 +316,20 @@ class Judge:
         return Verdict(
             "right", _median(ratios), low, high, len(ratios), reference * scale, seconds * scale, worst=worst
         )
+
+    def _share(self, task: Task, program: Program, found: Verdict) -> Verdict:
+        """The coverage on a GPU: what is missing of the time, by the judge's clock, without the kernels that matter."""
+        kernels = sorted(self._alive(task, program, program.plan["triton"]))
+        if not kernels:
+            return dataclasses.replace(found, decoy=True)
+        try:
+            with self._player({**program.plan, "left_out": kernels}, None) as seat:
+                rest = [seat.batch(*self._inputs())[1] for _ in range(self.options.pairs + 1)][1:]
+        except CandidateError:  # it cannot do without
+            return found
+        share = 1 - _median(rest) * 1e6 / self.options.batch / found.candidate_us
+        share = min(max(share, 0.0), 1.0)
+        return dataclasses.replace(found, coverage=share, profile={" ".join(kernels): share, coverage.OTHER: 1 - share})
 
     def _interpret(self, task: Task, program: Program) -> Verdict:
         """Compare, and look for a kernel that matters. An interpreter's time says nothing of a kernel's."""

@@ -18,8 +18,8 @@ import re2
 from verl_ext.kernels.tasks import STAGES, Task
 
 #: What kernels are made for, and the languages of each.
-BACKENDS = {"c": ("fuse", "c", "python"), "triton_interpret": ("triton",)}
-LANGUAGES = tuple(language for languages in BACKENDS.values() for language in languages)
+BACKENDS = {"c": ("fuse", "c", "python"), "triton_interpret": ("triton",), "triton": ("triton",)}
+LANGUAGES = ("fuse", "c", "python", "triton")
 MAX_CHARS = 64 << 10
 PATIENCE = 20
 """Times its limit of processor time that compiler or candidate may take on the clock: it waits for others, too."""

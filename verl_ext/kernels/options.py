@@ -11,6 +11,7 @@ import numpy as np
 
 from verl_ext.integration.options import OptionError, dataclass_of, read, select
 from verl_ext.kernels import compiler, coverage
+from verl_ext.kernels.cuda import Cuda
 from verl_ext.kernels.languages import BACKENDS, LANGUAGES, missing
 from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.sandbox import check
@@ -27,6 +28,8 @@ class JudgeOptions:
 
     Attributes:
         language: what the model writes: ``fuse``, ``c``, ``python`` or ``triton``.
+        backend: what kernels are made for: ``c`` (gcc, this machine's processor), or for the language ``triton``
+            ``triton_interpret``, which says what is right and pays no speed, or ``triton``: a GPU with CUDA.
         tolerance: largest error of an output, relative to its own size plus the root mean square of all of them.
         batch: different inputs in a batch.
         pairs: batches of candidate and reference that are timed, at least.
@@ -41,6 +44,7 @@ class JudgeOptions:
     """
 
     language: str = "fuse"
+    backend: str = "c"
     tolerance: float = 1e-4
     batch: int = 8
     pairs: int = 7
@@ -55,6 +59,8 @@ class JudgeOptions:
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
             raise ValueError(f"language is {self.language!r}; choose one of {', '.join(LANGUAGES)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; this version has {', '.join(BACKENDS)}")
         for name, least in (("batch", 1), ("pairs", 3), ("looks", 10), ("compile_s", 1), ("memory_mb", 64)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -98,12 +104,11 @@ class KernelOptions(JudgeOptions):
     """``verl_ext.kernels``: the judge's options, and those of the loop and its evaluation pool.
 
     Attributes:
-        backend: what kernels are made for: ``c`` (gcc, this machine's processor), or for the language ``triton``
-            ``triton_interpret``, which says what is right and pays no speed. There is none for a GPU yet.
         max_turns: answers to one task.
         stop_at: a speedup that ends a trajectory; null: all turns are played.
         speedup_rule: ``median`` of the pairs, or ``low``, the lower end of its interval, which pays what is certain.
-        workers: processes that judge, on this run's nodes together. 0: the node's processors less one, at least one.
+        workers: processes that judge, on this run's nodes together. 0: the node's processors less one, at least one;
+            for ``triton`` one, and each has a GPU of Ray's to itself.
         max_pending: evaluations that wait or run; more wait in their agent loops.
         cache: remember verdicts, so that one program is judged once.
         reward: options of `verl_ext.methods.kernel_reward.kernel_reward`.
@@ -111,7 +116,6 @@ class KernelOptions(JudgeOptions):
         agent_id: the row field ``agent_id``.
     """
 
-    backend: str = "c"
     max_turns: int = 3
     stop_at: float | None = None
     speedup_rule: Literal["median", "low"] = "median"
@@ -124,11 +128,6 @@ class KernelOptions(JudgeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backend not in BACKENDS:
-            raise ValueError(
-                f"backend is {self.backend!r}; this version has {', '.join(BACKENDS)}: triton and cuda are not built, "
-                "and nothing here was run on a GPU"
-            )
         if self.language not in BACKENDS[self.backend]:
             raise ValueError(
                 f"backend {self.backend} takes the language {' or '.join(BACKENDS[self.backend])}, not "
@@ -152,6 +151,8 @@ def check_kernels(config: Any) -> None:
         raise OptionError(f"{KEY}: there is no gcc with binutils here. Install both (Debian: apt install gcc).")
     if refused := coverage.works():
         raise OptionError(f"{KEY}: coverage cannot be measured here: {refused}.")
+    if options.backend == "triton" and (lacks := Cuda().lacks()):
+        raise OptionError(f"{KEY}.backend=triton: {lacks}: {KEY}.backend=triton_interpret")
     if lacks := missing(options.language):
         raise OptionError(f"{KEY}.language: {lacks}")
 

@@ -37,7 +37,11 @@ def size(batch: int, rows: int, columns: int) -> int:
 def views(memory: int, batch: int, rows: int, columns: int) -> list[torch.Tensor]:
     """x, y, a and b in the memory of that descriptor."""
     mapped = mmap.mmap(memory, size(batch, rows, columns))
-    flat = torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
+    return split(torch.from_numpy(np.frombuffer(mapped, dtype=np.float32)), batch, rows, columns)
+
+
+def split(flat: torch.Tensor, batch: int, rows: int, columns: int) -> list[torch.Tensor]:
+    """x, y, a and b in that float32 memory."""
     x, y, a, b = flat.split([batch * rows * columns] * 2 + [columns] * 2)
     return [x.view(batch, rows, columns), y.view(batch, rows, columns), a, b]
 
@@ -52,19 +56,29 @@ def play(wire: int, memory: int, *given: Any) -> None:
     """
     *libraries, shape, plan, names, lost = given
     library = ctypes.CDLL(f"/proc/self/fd/{libraries[0]}") if libraries else None
-    serve(wire, memory, shape, lambda: program(plan, library, names, lost))
+    serve(wire, views(memory, *shape), lambda: program(plan, library, names, lost))
 
 
-def serve(wire: int, memory: int, shape: Sequence[int], make: Callable[[], Run]) -> None:
-    """Make what is done with one input, say that it is there, and do it with each batch until the wire is closed."""
+def serve(
+    wire: int, given: Sequence[torch.Tensor], make: Callable[[], Run], finish: Callable[[], None] = lambda: None
+) -> None:
+    """Make what is done with one input, say that it is there, and do it with each batch until the wire is closed.
+
+    Args:
+        wire: its descriptor.
+        given: x, y, a and b.
+        make: makes it.
+        finish: waits until a batch is done.
+    """
     torch.set_grad_enabled(False)
     torch.set_flush_denormal(True)  # as every kernel that is compiled with -ffast-math does
-    x, y, a, b = views(memory, *shape)
+    x, y, a, b = given
     run = make()
     os.write(wire, READY)
     while os.read(wire, 1):
         for one in range(len(x)):
             run(x[one], a, b, y[one])
+        finish()
         os.write(wire, DONE)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from verl_ext.kernels.hacks import HONEST
 from verl_ext.kernels.judge import Judge, Verdict
 from verl_ext.kernels.languages import CandidateError, read
 from verl_ext.kernels.options import JudgeOptions, KernelOptions
@@ -30,6 +31,7 @@ RETRIES = 2
 RESTART_S = 120
 """Seconds that Ray may take to start the process of a worker or of the broker again, imports and all."""
 PROBE = Task("fuse", ("mul", "add"))
+IN_TRITON = HONEST[-1]
 CALLS = 10_000
 """Evaluations that the broker may have under way; how many of them are given to workers is `max_pending`."""
 
@@ -46,6 +48,8 @@ class Worker:
 
     def probe(self) -> bool:
         """Whether a kernel that is right is judged right."""
+        if self.judge.on_device:
+            return self.judge.evaluate(Task.of(IN_TRITON.task), IN_TRITON.text, IN_TRITON.language).correct
         return self.judge.evaluate(PROBE, "krve mul add", "fuse").correct
 
     def process(self) -> int:
@@ -59,7 +63,9 @@ class Broker:
     def __init__(self, options: dict[str, Any], cage: str, workers: int) -> None:
         self.options = KernelOptions(**options)
         self.judge = {field.name: options[field.name] for field in dataclasses.fields(JudgeOptions)}
-        made = ray.remote(Worker).options(num_cpus=0, max_restarts=-1, scheduling_strategy="SPREAD")
+        made = ray.remote(Worker).options(
+            num_cpus=0, num_gpus=int(self.options.backend == "triton"), max_restarts=-1, scheduling_strategy="SPREAD"
+        )
         self.workers = [made.remote(self.judge, cage) for _ in range(workers)]
         self.idle: asyncio.Queue[Any] = asyncio.Queue()
         for worker in self.workers:
@@ -146,7 +152,7 @@ def make(options: KernelOptions, cage: str) -> Any:
     """The broker of this Ray job for such options, made if there is none; what a verdict pays is not its business."""
     given = dataclasses.asdict(dataclasses.replace(options, reward={}, stts={}))
     name = hashlib.sha256(json.dumps([given, cage]).encode()).hexdigest()[:16]
-    workers = options.workers or max((os.cpu_count() or 2) - 1, 1)
+    workers = options.workers or (1 if options.backend == "triton" else max((os.cpu_count() or 2) - 1, 1))
     actor = ray.remote(Broker).options(
         name=f"verl_ext_kernels_{name}", get_if_exists=True, num_cpus=0, max_concurrency=CALLS, max_restarts=-1
     )

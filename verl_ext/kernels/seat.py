@@ -21,10 +21,13 @@ import torch
 
 from verl_ext.kernels import player
 from verl_ext.kernels.compiler import Library
+from verl_ext.kernels.cuda import Cuda
 from verl_ext.kernels.languages import CandidateError
 from verl_ext.sandbox import Sandbox, SandboxError
 
 SLOWER = 4
+#: Copies of inputs and outputs alone, of which the shortest is taken off each batch on a GPU.
+COPIES = 5
 #: Seconds that a dead player's reason may take to come.
 REASON_S = 30.0
 _STATUS = {"timeout": "timeout", "memory": "memory", "crashed": "crashed", "error": "error", "output": "error"}
@@ -57,6 +60,7 @@ class Seat:
 
     target = "verl_ext.kernels.player:play"
     go = player.GO
+    slower = 1
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class Seat:
         os.ftruncate(self._memory, self._size(shape))
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map(shape)
+        plan = self._prepare(sandbox, shape, plan)
         self.wire, theirs = socket.socketpair()
         self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         descriptors = [theirs.fileno(), self._memory]
@@ -79,7 +84,13 @@ class Seat:
             descriptors.append(library.descriptor)
         try:
             self._call = sandbox.submit(
-                self.target, shape, plan, names, list(lost), timeout_s=cpu_s, descriptors=descriptors
+                self.target,
+                shape,
+                plan,
+                names,
+                list(lost),
+                timeout_s=self.slower * cpu_s,
+                descriptors=descriptors,
             )
             self._call.add_done_callback(lambda _: theirs.close())  # then the wire ends here too
             self.pid = self._answer()
@@ -98,6 +109,10 @@ class Seat:
 
     def _map(self, shape: Sequence[int]) -> None:
         self.x, self.y, self.a, self.b = player.views(self._memory, *shape)
+
+    def _prepare(self, sandbox: Sandbox, shape: Sequence[int], plan: dict[str, Any]) -> dict[str, Any]:
+        """Make what else the player needs; the plan that says so."""
+        return plan
 
     def batch(self, *given: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Have it play a batch.
@@ -196,6 +211,7 @@ class TritonSeat(Seat):
     """
 
     target = "verl_ext.kernels.triton_player:play"
+    slower = SLOWER
 
     def __init__(
         self,
@@ -206,7 +222,63 @@ class TritonSeat(Seat):
         lost: Sequence[str] = (),
         cpu_s: float = 10.0,
     ) -> None:
-        super().__init__(sandbox, [1, *shape[1:]], plan, library, lost, SLOWER * cpu_s)
+        super().__init__(sandbox, [1, *shape[1:]], plan, library, lost, cpu_s)
 
     def begin(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         super().begin(x[:1], a, b)
+
+
+class DeviceSeat(Seat):
+    """A player on a GPU, in whose memory x, y, a and b are. It has `SLOWER` times the others' processor time.
+
+    What is charged is the judge's clock, from before the inputs are in that memory until the outputs are taken from it
+    and the judge's own GPU calls are done, less what these copies take alone. So nothing is free that the player does
+    later than its byte says, on whatever stream; and before, it knows nothing that counts.
+    """
+
+    target = "verl_ext.kernels.cuda_player:play"
+    slower = SLOWER
+    device = Cuda()
+
+    def _prepare(self, sandbox: Sandbox, shape: Sequence[int], plan: dict[str, Any]) -> dict[str, Any]:
+        (self.x, self.y, self.a, self.b), handle = self.device.share(self._memory, shape)
+        folder = plan.get("folder", sandbox.scratch)
+        environment = {
+            **self.device.environment(),
+            **dict.fromkeys(("TMPDIR", "HOME", "TRITON_CACHE_DIR"), folder),
+        }
+        given = [torch.zeros_like(tensor) for tensor in (self.x, self.y, self.a, self.b)]
+        # Now, before there is a candidate that could delay it.
+        self._copies = min(self._copying(given) for _ in range(COPIES))
+        return {**plan, "handle": handle, "memory_mb": sandbox.limits.memory_mb, "environment": environment}
+
+    def begin(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.y.fill_(float("nan"))
+        given = [self.device.take(tensor) for tensor in (x, a, b)]
+        self.device.flush()
+        self.device.synchronise()
+        self._began = time.monotonic()
+        for mine, tensor in zip((self.x, self.a, self.b), given, strict=True):
+            mine.copy_(tensor)
+        self.device.synchronise()
+        self._say(self.go)
+
+    def _copying(self, tensors: Sequence[torch.Tensor]) -> float:
+        self.device.synchronise()
+        began = time.monotonic()
+        for tensor in tensors:
+            tensor.clone()
+        self.device.synchronise()
+        return time.monotonic() - began
+
+    def end(self) -> tuple[torch.Tensor, float]:
+        self._answer()
+        y = self.y.clone()
+        self.device.synchronise()
+        seconds = time.monotonic() - self._began
+        return y.cpu(), seconds - min(self._copies, seconds / 2)
+
+    def close(self) -> None:
+        views = [self.x, self.y, self.a, self.b]
+        super().close()
+        self.device.free(views)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and in this process alone
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, and in this process alone
 
 import linecache
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import triton
 
 from verl_ext.kernels import player
 
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 _WARM = """
 import triton.language as tl
 @triton.jit
@@ -34,16 +35,22 @@ class ModelNew:
 
 def play(wire: int, memory: int, shape: list[int], plan: dict[str, Any], names: list[str], lost: list[str]) -> None:
     """As `player.play`, of a program in Triton; `names` is empty."""
-    player.serve(wire, memory, shape, lambda: program(plan["code"], lost))
+    player.serve(wire, player.views(memory, *shape), lambda: program(plan["code"], lost))
 
 
-def program(code: str, lost: Sequence[str] = ()) -> player.Run:
+def program(code: str, lost: Sequence[str] = (), left_out: Sequence[str] = ()) -> player.Run:
     """What is done with one input."""
-    return player.model(space(code, lost)["ModelNew"]())
+    return player.model(space(code, lost, left_out)["ModelNew"]())
 
 
-def space(code: str, lost: Sequence[str] = ()) -> dict[str, Any]:
-    """What a program defines. Of the configurations of an autotuner the first is taken: nothing is timed."""
+def space(code: str, lost: Sequence[str] = (), left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """What a program defines. Interpreted, an autotuner takes its first configuration: nothing is timed.
+
+    Args:
+        code: of the program.
+        lost: kernels whose results are lost.
+        left_out: kernels that are not launched at all.
+    """
     jit, autotune = triton.jit, triton.autotune
 
     def jit_or_lost(function: Any = None, **options: Any) -> Any:
@@ -52,14 +59,18 @@ def space(code: str, lost: Sequence[str] = ()) -> dict[str, Any]:
         kernel = jit(function, **options)
         if function.__name__ in lost:
             kernel.run = player.losing(kernel.run)
+        if function.__name__ in left_out:
+            kernel.run = lambda *_, **__: None
         return kernel
 
     triton.jit = jit_or_lost
-    triton.autotune = lambda configs, *given, **options: autotune(configs[:1], *given, **options)
+    if INTERPRETED:
+        triton.autotune = lambda configs, *given, **options: autotune(configs[:1], *given, **options)
     linecache.cache[player.FILE] = (len(code), None, code.splitlines(keepends=True), player.FILE)  # Triton reads it
     return player.space(code, triton=triton)
 
 
 # Once in the process that players are forked from, for what Triton does and imports at its first launch.
-program(_WARM)(*(torch.ones(4) for _ in range(4)))
-triton.jit, triton.autotune = triton.runtime.jit.jit, triton.runtime.autotuner.autotune
+if INTERPRETED:
+    program(_WARM)(*(torch.ones(4) for _ in range(4)))
+    triton.jit, triton.autotune = triton.runtime.jit.jit, triton.runtime.autotuner.autotune

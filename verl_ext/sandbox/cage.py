@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import math
 import os
 import platform
@@ -93,6 +94,13 @@ getgroups=115/158 getresuid=118/148 getresgid=120/150 sched_getaffinity=204/123 
 membarrier=324/283 futex=202/98 set_robust_list=273/99 get_robust_list=274/100 set_tid_address=218/96 rseq=334/293
 arch_prctl=158/- exit=60/93 exit_group=231/94 umask=95/166
 """
+# What a GPU's driver and its compilers need besides, where there is a scratch folder.
+_DEVICE_CALLS = """
+ioctl=16/29 clone=56/220 clone3=435/435 fork=57/- vfork=58/- execve=59/221 wait4=61/260 waitid=247/95 eventfd2=290/19
+memfd_create=319/279 ftruncate=77/46 statfs=137/43 fstatfs=138/44 flock=73/32 mlock=149/228 munlock=150/229
+mbind=237/235 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/-
+renameat=264/38 renameat2=316/276
+"""
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 _PRLIMIT = (302, 261)
 
@@ -101,11 +109,11 @@ _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
 
-def allowed_calls(machine: str) -> dict[str, int]:
+def allowed_calls(machine: str, device: bool = False) -> dict[str, int]:
     """System calls that are allowed whatever their arguments, by name; for `machine` ``x86_64`` or ``aarch64``."""
     column = list(_AUDIT_ARCH).index(machine)
     calls = {}
-    for entry in _CALLS.split():
+    for entry in (_CALLS + _DEVICE_CALLS * device).split():
         name, _, numbers = entry.partition("=")
         number = numbers.split("/")[column]
         if number != "-":
@@ -113,7 +121,7 @@ def allowed_calls(machine: str) -> dict[str, int]:
     return calls
 
 
-def seccomp_program(machine: str) -> bytes:
+def seccomp_program(machine: str, device: bool = False) -> bytes:
     """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each."""
 
     def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -131,7 +139,7 @@ def seccomp_program(machine: str) -> bytes:
     allow, deny, kill = (instruction(_RETURN, verdict) for verdict in (_ALLOW, _DENY, _KILL))
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
-    for number in sorted(allowed_calls(machine).values()):
+    for number in sorted(allowed_calls(machine, device).values()):
         program += when(number, allow)
     commands = [step for command in _FCNTL_COMMANDS for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
@@ -153,7 +161,11 @@ def has_seccomp() -> bool:
 # --- Landlock -----------------------------------------------------------------------------------------------------
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all architectures
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_RUN, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 1 << 1, 1 << 2, 1 << 3
+_DEVICE = _READ_FILE | _WRITE_FILE | 1 << 15  # the last: ioctl
+_SCRATCH = _WRITE_FILE | _READ_FILE | _READ_DIR | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
+"""Remove folders and files, make folders and files, move and cut files."""
+_OF_FILES = _RUN | _DEVICE | 1 << 14
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """How many rights on files a version knows, from 5 on 16. All are taken away; those not named are given to nobody."""
 
@@ -163,24 +175,29 @@ def landlock_version() -> int:
     return max(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)), 0)
 
 
-def landlock_rules(readable: Iterable[str]) -> int:
+def landlock_rules(readable: Iterable[str], more: Iterable[tuple[str, int]] = ()) -> int:
     """A descriptor of rules: `readable` files and folders can be read, nothing else, and nothing written or run.
+
+    Args:
+        readable: paths.
+        more: further paths with other rights.
 
     Raises:
         CageError: the kernel has no Landlock, or refused a rule.
     """
     version = landlock_version()
     # Rights on files; TCP, from version 4 on; abstract sockets and signals, from version 6 on.
-    rights = struct.pack("=QQQ", (1 << _FILE_RIGHTS.get(version, 16)) - 1, 3, 3)
+    known = (1 << _FILE_RIGHTS.get(version, 16)) - 1
+    rights = struct.pack("=QQQ", known, 3, 3)
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = _libc.syscall(_LANDLOCK_CREATE, rights, ctypes.c_size_t(size), ctypes.c_uint32(0))
     _check(ruleset, "landlock_create_ruleset")
-    for path in readable:
+    for path, allowed in [*((path, _READ_FILE | _READ_DIR) for path in readable), *more]:
         try:
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # a library folder that this machine has not
             continue
-        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE, parent)
+        rule = struct.pack("=Qi", allowed & known & (-1 if os.path.isdir(path) else _OF_FILES), parent)
         added = _libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
         _check(added, f"landlock_add_rule {path}")
         os.close(parent)
@@ -194,6 +211,21 @@ def library_paths() -> list[str]:
     paths += [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     return list(dict.fromkeys(os.path.realpath(path) for path in paths if path))
+
+
+def device_paths(scratch: str) -> list[tuple[str, int]]:
+    """What a GPU's driver and its compilers need besides, with rights: devices, programs, one folder to write in."""
+    devices = [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*")]
+    programs = ["/usr", "/bin", "/lib", "/lib64", sysconfig.get_paths()["platlib"]]
+    return [
+        *((path, _DEVICE) for path in [*devices, "/dev/null"] if not os.path.isdir(path)),
+        *((os.path.realpath(path), _RUN | _READ_FILE | _READ_DIR) for path in programs),
+        *(
+            (path, _READ_FILE | _READ_DIR)
+            for path in ("/proc", "/sys", "/etc/OpenCL", sysconfig.get_paths()["include"])
+        ),
+        (scratch, _SCRATCH),
+    ]
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
@@ -220,18 +252,20 @@ class Cage:
     Args:
         level: one of `LEVELS`.
         limits: of a call.
+        scratch: a folder, for calls that use a GPU and compile for it: they may write there, and use its devices,
+            threads and the programs of the system. Still no network, no other files, no signals to others.
 
     Raises:
         CageError: `level` asks for Landlock, and the kernel refused its rules.
     """
 
-    def __init__(self, level: str, limits: Limits) -> None:
-        self.level, self.limits = level, limits
+    def __init__(self, level: str, limits: Limits, scratch: str = "") -> None:
+        self.level, self.limits, self.scratch = level, limits, scratch
         self._rules: int | None = None
         if level == "rlimits":
             return
-        self._rules = landlock_rules(library_paths())
-        program = seccomp_program(platform.machine())
+        self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
+        program = seccomp_program(platform.machine(), bool(scratch))
         self._instructions = ctypes.create_string_buffer(program)
         self._filter = struct.pack("@HP", len(program) // 8, ctypes.addressof(self._instructions))
 
@@ -256,14 +290,13 @@ class Cage:
         with open("/proc/self/statm", "rb") as file:
             pages = int(file.read().split()[0])
         memory = pages * os.sysconf("SC_PAGESIZE") + (self.limits.memory_mb << 20)
-        for kind, value in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
-            (resource.RLIMIT_FSIZE, 0),
-            (resource.RLIMIT_NOFILE, 64),
-            (resource.RLIMIT_NPROC, 0),
-            (resource.RLIMIT_AS, memory),
-        ):
+        limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)]
+        if self.scratch:  # a driver reserves address space without end, and has threads and files of its own
+            limits += [(resource.RLIMIT_FSIZE, 256 << 20), (resource.RLIMIT_DATA, memory + (16 << 30))]
+        else:
+            limits += [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)]
+            limits += [(resource.RLIMIT_NPROC, 0), (resource.RLIMIT_AS, memory)]
+        for kind, value in limits:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))

@@ -109,17 +109,20 @@ class Sandbox:
         limits: of the calls.
         cage: one of `LEVELS`; see :mod:`verl_ext.sandbox.cage`.
         modules: imported before the first call. Others are imported at the first call that names them.
+        scratch: a folder, for calls that use a GPU; see `verl_ext.sandbox.cage.Cage`.
 
     Raises:
         ValueError: no such cage.
         CageError: this machine has not what the cage needs.
     """
 
-    def __init__(self, limits: Limits | None = None, cage: str = "auto", *, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, limits: Limits | None = None, cage: str = "auto", *, modules: Sequence[str] = (), scratch: str = ""
+    ) -> None:
         limits = limits or Limits()
         fields = {field.name: getattr(limits, field.name) for field in dataclasses.fields(Limits)}
         self.limits = Limits(**{**fields, "workers": limits.workers or max(8, 2 * (os.cpu_count() or 1))})
-        self.cage, self.modules = cage, list(modules)
+        self.cage, self.modules, self.scratch = cage, list(modules), scratch
         self.layers = check(cage)
         self._closed = False
         self._reset()
@@ -235,7 +238,7 @@ class Sandbox:
         """What a zygote answers; another one is asked if it ends or hangs."""
         for _ in range(1 if descriptors else TRIES):
             if self._zygote is None:
-                self._zygote = _Zygote(self.limits, self.cage, self.modules)
+                self._zygote = _Zygote(self.limits, self.cage, self.modules, self.scratch)
             zygote, said, why = self._zygote, b"", "the zygote ended"
             with zygote.connect(descriptors) as link:
                 try:
@@ -271,14 +274,14 @@ def _no_constant(text: str) -> None:
 class _Zygote:
     """A zygote that has been started."""
 
-    def __init__(self, limits: Limits, cage: str, modules: Sequence[str]) -> None:
+    def __init__(self, limits: Limits, cage: str, modules: Sequence[str], scratch: str) -> None:
         room = limits.workers * (limits.memory_mb << 20) + (4 << 30)
         self.cgroup = Cgroup(room, limits.workers + 64) if cage == "auto" else None
         wrapper = [*self.cgroup.command(), *bubblewrap()] if self.cgroup else []
         self.said = tempfile.TemporaryFile()
         self.channel, theirs = socket.socketpair()
         path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or ".")]
-        settings = [theirs.fileno(), cage, dataclasses.asdict(limits), modules, path]
+        settings = [theirs.fileno(), cage, dataclasses.asdict(limits), modules, scratch, path]
         with theirs:
             self.process = subprocess.Popen(
                 [*wrapper, sys.executable, "-s", "-c", _BOOT, json.dumps(settings)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that forks a worker for each call: ``python -c '... zygote.main(FD, LEVEL, LIMITS, MODULES)'``.
+"""The process that forks a worker for each call: ``python -c '... zygote.main(FD, LEVEL, LIMITS, MODULES, SCRATCH)'``.
 
 It has imported what the calls need, holds no secret, and runs nothing of theirs itself: it hands the text of a call to
 a fork, takes back text that it does not read, keeps the time, and kills. One thread. Its owner (pool.py) sends it one
@@ -55,8 +55,8 @@ def resolve(target: str) -> Callable[..., Any]:
 class Zygote:
     """Forks a worker for each call and sees to it that it ends."""
 
-    def __init__(self, level: str, limits: Limits) -> None:
-        self.cage, self.limits = Cage(level, limits), limits
+    def __init__(self, level: str, limits: Limits, scratch: str = "") -> None:
+        self.cage, self.limits = Cage(level, limits, scratch), limits
         self.workers: set[int] = set()
         self.modules = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,7 +259,7 @@ def work(
             os._exit(0)
 
 
-def main(descriptor: int, level: str, limits: dict[str, Any], modules: list[str]) -> None:
+def main(descriptor: int, level: str, limits: dict[str, Any], modules: list[str], scratch: str) -> None:
     """Import the modules and serve the channel of this descriptor. What goes wrong before is told as a traceback."""
     parent = os.getppid()
     die_with_parent()
@@ -268,7 +268,7 @@ def main(descriptor: int, level: str, limits: dict[str, Any], modules: list[str]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, whose end closes the channel
     logging.disable(logging.CRITICAL)
-    zygote = Zygote(level, Limits(**limits))
+    zygote = Zygote(level, Limits(**limits), scratch)
     for module in modules:
         importlib.import_module(module)
     asyncio.run(zygote.serve(socket.socket(fileno=descriptor)))

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The back end `triton` with a processor in the GPU's place and Triton's interpreter: all but the calls of CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUICK
+from standin import StandInJudge
+
+from verl_ext.integration.options import OptionError
+from verl_ext.kernels.cuda import Cuda
+from verl_ext.kernels.judge import Judge
+from verl_ext.kernels.options import KernelOptions, check_kernels
+from verl_ext.kernels.seat import Infrastructure
+from verl_ext.kernels.tasks import Task
+from verl_ext.sandbox import Limits, Sandbox, SandboxError
+
+TASK = Task.of("mul add relu")
+OPTIONS = dataclasses.replace(QUICK, backend="triton", language="triton", batch=2)
+TRITON = """import torch, triton, time
+import triton.language as tl
+@triton.jit
+def fused(x, a, b, y, R: tl.constexpr, C: tl.constexpr):
+    c = tl.arange(0, C)[None, :]
+    at = tl.arange(0, R)[:, None] * C + c
+    tl.store(y + at, tl.maximum(tl.load(x + at) * tl.load(a + c) + tl.load(b + c), 0.0))
+def launch(x, a, b):
+    y = torch.empty_like(x)
+    fused[(1,)](x, a, b, y, *x.shape)
+    return y
+def in_torch(x, a, b):
+    return torch.relu(x * a + b)
+class ModelNew:
+    def __init__(self):
+        self.calls = 0
+    def forward(self, x, a, b):
+        self.calls += 1
+        return launch(x, a, b)
+"""
+GOES = "return launch(x, a, b)\n"
+
+
+def forward(*lines: str) -> str:
+    head, _, tail = TRITON.rpartition(GOES)
+    return head + "\n        ".join(lines) + "\n" + tail
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Judge]:
+    with StandInJudge(OPTIONS) as made:
+        yield made
+
+
+def test_a_right_kernel_is_paid_with_speed(gpu: Judge) -> None:
+    verdict = gpu.evaluate(TASK, TRITON)
+    assert verdict.correct and not verdict.decoy and verdict.pairs == 3, verdict
+    assert 0 < verdict.low <= verdict.speedup <= verdict.high and verdict.worth == verdict.speedup
+    assert verdict.candidate_us > 0 < verdict.reference_us
+    assert 0 < verdict.coverage <= 1 and sum(verdict.profile.values()) == pytest.approx(1.0)
+    assert list(verdict.profile)[0] == "fused" and verdict.reward() > 0.5
+
+
+def test_time_outside_of_the_kernels_is_no_coverage_and_costs_speed(gpu: Judge) -> None:
+    slow = gpu.evaluate(TASK, forward("time.sleep(0.2)", "return launch(x, a, b)"))
+    assert slow.correct and slow.coverage < 0.5 and slow.candidate_us >= 200_000, slow
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("return in_torch(x, a, b)",),
+        ("launch(x, a, b)", "return in_torch(x, a, b)"),
+        ("return in_torch(x, a, b) + 0 * launch(x, a, b)",),
+        ("return launch(x, a, b) if self.calls == 0 else in_torch(x, a, b)",),
+    ],
+    ids=["torch", "thrown_away", "times_zero", "never_launched"],
+)
+def test_a_decoy_is_not_paid(gpu: Judge, lines: tuple[str, ...]) -> None:
+    verdict = gpu.evaluate(TASK, forward(*lines))
+    assert verdict.correct and verdict.decoy and verdict.worth == verdict.coverage == verdict.reward() == 0.0, verdict
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (("return launch(x, a, a)",), "wrong"),
+        (("y = launch(x, a, b)", "y[-1, -1] = float('nan')", "return y"), "wrong"),
+        (("return launch(x, a, b) if self.calls < 6 else torch.zeros_like(x)",), "wrong"),
+        (("self.y = launch(x, a, b) if self.calls == 1 else self.y", "return self.y"), "wrong"),
+        (("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 80 GiB')",), "memory"),
+        (("raise ValueError('no')",), "error"),
+        (("import os", "os._exit(0)"), "crashed"),
+        (("import ctypes", "ctypes.string_at(8)"), "crashed"),
+        (("while True: pass",), "timeout"),
+    ],
+)  # fmt: skip
+def test_what_fails_is_named_and_the_next_verdict_is_right(gpu: Judge, lines: tuple[str, ...], status: str) -> None:
+    verdict = gpu.evaluate(TASK, forward(*lines))
+    assert verdict.status == status and verdict.error, verdict
+    assert verdict.speedup == verdict.coverage == verdict.reward() == 0.0
+    assert gpu._of(TASK).batch(*gpu._inputs())[1] > 0
+
+
+def test_a_reference_that_is_slowed_down_later_pays_nothing(gpu: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that they share, a candidate could keep the reference waiting while both are alive."""
+    honest = gpu._expected
+    begun: list[bool] = []
+    monkeypatch.setattr(gpu, "_looked", lambda *given: begun.append(True) or type(gpu)._looked(gpu, *given))
+    monkeypatch.setattr(gpu, "_expected", lambda *given: (honest(*given)[0], 1e3 if begun else 1e-3))
+    assert gpu.evaluate(TASK, TRITON).reference_us <= 1e3
+
+
+def test_nothing_of_a_candidate_is_left_for_the_next(gpu: Judge) -> None:
+    verdict = gpu.evaluate(TASK, forward("import os", "open(os.environ['TMPDIR'] + '/left', 'w')", GOES))
+    assert verdict.correct, verdict
+    assert gpu.scratch and not list(Path(gpu.scratch.name).iterdir())
+
+
+def test_without_a_gpu_a_run_is_refused_with_key_value_and_remedy() -> None:
+    options = KernelOptions(backend="triton", language="triton")
+    assert options.backend == "triton"
+    with pytest.raises(ValueError, match="backend triton takes the language triton, not fuse"):
+        KernelOptions(backend="triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    key = r"verl_ext\.kernels\.backend=triton"
+    said = f"{key}: there is no CUDA device here.*Install.*{key}_interpret"
+    with pytest.raises(OptionError, match=said):
+        check_kernels({"verl_ext": {"kernels": {"backend": "triton", "language": "triton"}}})
+    with pytest.raises(Infrastructure, match="no CUDA device"):
+        Judge(OPTIONS)
+    assert "no CUDA device" in Cuda().lacks()
+
+
+def test_the_judge_on_a_gpu_takes_triton_alone(gpu: Judge) -> None:
+    with pytest.raises(ValueError, match="takes the language triton, not fuse"):
+        gpu.evaluate(TASK, "krve mul add relu", "fuse")
+
+
+def test_the_wider_cage_compiles_in_its_folder_and_no_more(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    scratch = tmp_path / "scratch"
+    for folder in (other, scratch):
+        folder.mkdir()
+    with Sandbox(Limits(workers=1, patience=20.0), "required", modules=["wider"], scratch=str(scratch)) as sandbox:
+        found = sandbox.run("wider:tries", str(scratch), str(other), timeout_s=30.0)
+    assert found == {"compiles": 42, "thread": "yes", "elsewhere": "no", "home": "no", "socket": "no", "kill": "no"}
+    assert not list(other.iterdir())
+    with Sandbox(Limits(workers=1, patience=20.0), "required", modules=["wider"]) as sandbox:
+        with pytest.raises(SandboxError):
+            sandbox.run("wider:tries", str(scratch), str(other), timeout_s=30.0)

@@ -51,7 +51,10 @@ class SeededTeam(OrchestraLoop):
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
         self._place = (int(kwargs["extra_info"]["index"]), int(kwargs["session_id"]), int(kwargs["global_steps"]))
-        return await super().run(sampling_params, priority, **kwargs)
+        rows = await super().run(sampling_params, priority, **kwargs)
+        for row in rows:
+            row.extra_fields["void"] = self._place[1] == 0  # for the rule simpletir, whatever the last agent says
+        return rows
 
     async def complete(self, agent: Any, messages: list[dict[str, Any]]) -> Any:
         seed = 0

@@ -46,7 +46,7 @@ def overrides(lab: Lab) -> list[str]:
 def train(lab: Lab, name: str, *more: str) -> Run:
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     return lab.run(
-        name, recipe="[dr_mas,length_lr,cpu]", overrides=[*overrides(lab), *more], environment=environment
+        name, recipe="[dr_mas,simpletir,length_lr,cpu]", overrides=[*overrides(lab), *more], environment=environment
     ).check()
 
 
@@ -92,6 +92,8 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         ),
         "verl_ext.rollouts_dir=" + str(lab.root / "models_apart" / "rollouts"),
         "verl_ext.agent_gradients=false",  # a model's gradient is its agent's
+        "+algorithm.rejection.trm=true",
+        "+algorithm.trm.divergence=exact",  # each engine compares with the sampler over its own vocabulary
         "trainer.val_before_train=true",
         "data.val_max_samples=2",
     )
@@ -130,6 +132,11 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     for agent, model in (("writer", "policy"), ("critic", "twin")):
         part = shared.metrics[1][f"agent/{agent}/grad_norm/mean"]
         assert part > 0 and apart.metrics[1][f"actor/{model}/grad_norm"] == pytest.approx(part, rel=1e-5)
+    for run in (shared, apart):  # the first sample's trajectory is rejected, in the gradients above as well
+        assert run.metrics[1]["rejection/kept_share"] == run.metrics[1]["rejection/simpletir/kept_share"] == 0.75
+    assert apart.metrics[1]["rejection/trm/kept_share"] == 1.0
+    assert apart.metrics[1]["rejection/trm/statistic_max/p95"] < 1e-4
+    assert shared.metrics[1]["rejection/skipped_updates/count"] == 0
     states = {name: weights(apart, name) for name in ("policy", "twin", "other")}
     assert any(not torch.equal(states["policy"][name], states["twin"][name]) for name in states["policy"])
 
@@ -138,6 +145,7 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         assert finite(apart.metrics[step])
         for name in states:
             assert apart.metrics[step][f"model/{name}/rows"] == 4
+            assert apart.metrics[step][f"rejection/{name}/skipped_updates/count"] == 0
             assert apart.metrics[step][f"training/{name}/rollout_probs_diff_max"] < 1e-4
             assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
             assert apart.metrics[step][f"actor/{name}/lr"] == pytest.approx(1e-4 * step / 2)

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from test_models import TWO
 from test_rejection_part import put_fields
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role, need_reference_policy
 
 from verl_ext.integration import checks, columns, model_options, parts
 from verl_ext.integration.models import members
@@ -126,31 +127,28 @@ def trainer_of(store: Any, recipe: str, *overrides: str) -> Any:
     trainer.parts = parts.active(cfg, trainer)
     trainer._rows, trainer._updates_metrics = columns.ActiveBatch(columns={}), []
     trainer.global_steps, trainer.local_trigger_step = 1, 0
-    ready(trainer, store, cfg, "policy")
-    trainer._members = {}
-    further = model_options.of(cfg)
-    for model in further:
-        bases = cls.__bases__
-        member = type("Member", (members.MemberMixin, *bases[bases.index(LeadMixin) + 1 :]), {"lead": trainer})
-        trainer._members[model.name] = made = member.__new__(member)
-        made.model = model
-        ready(made, store, model.config(cfg), model.name)
-        made.own_parts = own_parts(made.config, made)
+    trainer.config, trainer.replay_buffer, trainer.use_reference_policy = cfg, None, need_reference_policy(cfg)
+    ready(trainer, store, "policy")
+    further, bases = model_options.of(cfg), cls.__bases__
+    trainer._members = {
+        model.name: members.member(model, trainer, bases[bases.index(LeadMixin) + 1 :]) for model in further
+    }
+    for name, member in trainer._members.items():
+        ready(member, store, name)
     if further:
         trainer.own_parts = own_parts(cfg, trainer)
     return trainer
 
 
-def ready(trainer: Any, store: Any, cfg: Any, model: str) -> None:
-    trainer.config, trainer.actor_rollout_wg, trainer.tokenizer = cfg, Group(store), Tokenizer(model)
-    trainer.use_critic = trainer.use_reference_policy = False
-    trainer.distillation_config = None
+def ready(trainer: Any, store: Any, model: str) -> None:
+    trainer.actor_rollout_wg, trainer.tokenizer = Group(store), Tokenizer(model)
+    trainer.use_critic, trainer.distillation_config = False, None
 
 
-def step(trainer: Any, store: Any) -> SimpleNamespace:
+def step(trainer: Any, store: Any, batch: KVBatchMeta | None = None) -> SimpleNamespace:
     """One step: the updates that each model's workers were asked for, the batch after it and what was reported."""
     metrics: dict[str, Any] = {}
-    batch = trainer._balance_batch(put(store), metrics)
+    batch = trainer._balance_batch(batch or put(store), metrics)
     batch = trainer._compute_old_log_prob(batch, metrics)
     batch = trainer._compute_advantage(batch, metrics)
     advantages = {key: row for key, row in stored(store, batch, "advantages").items() if key in MODELS}
@@ -201,3 +199,59 @@ def test_a_rule_reads_what_a_model_wrote_in_the_words_of_its_own_tokenizer(store
         assert {key for key in masks if not any(masks[key])} == {
             key for key in KEYS if MODELS[key] == model and key[2] in "12"
         }
+
+
+@pytest.mark.parametrize("group_by", ["[index]", "[index,agent_id]"])
+def test_optimal_token_baselines_have_the_energies_of_each_rows_model(store: Any, group_by: str) -> None:
+    given = [f"algorithm.otb.group_by={group_by}"]
+    alone, apart = (step(trainer_of(store, "otb", *given, *more), store) for more in ((), TWO))
+    assert apart.advantages == alone.advantages and any(map(any, alone.advantages.values()))
+
+
+def test_the_schedule_watches_the_whole_team_and_all_models_are_told_its_factor(store: Any) -> None:
+    given = ["trainer.length_lr.warmup_steps=4"]
+    alone, apart = (step(trainer_of(store, "dr_mas,length_lr", *given, *more), store) for more in ((), TWO))
+    for updates in (*alone.updates.values(), *apart.updates.values()):
+        assert [asked["verl_ext_learning_rate"] for _, asked in updates] == [0.25]
+    figures = {key: value for key, value in alone.metrics.items() if key.startswith("length_lr/")}
+    assert figures == {key: apart.metrics[key] for key in figures} and figures["length_lr/factor"] == 0.25
+
+
+def test_a_batch_whose_tokens_are_all_of_a_frozen_model_updates_nothing(store: Any) -> None:
+    batch, frozen = put(store), ["+verl_ext.models.small.trained=false", TWO[1]]
+    masks = jagged([torch.full((LENGTHS[key],), int(model == "small")) for key, model in MODELS.items()])
+    fields = TensorDict({"response_mask": masks, "loss_mask": masks.clone()}, batch_size=len(KEYS))
+    store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+    found = step(trainer_of(store, "dr_mas,mrs,length_lr", "trainer.length_lr.warmup_steps=4", *frozen), store, batch)
+    assert found.updates == {"policy": [], "small": []} and found.metrics["length_lr/factor"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "small"),
+    [
+        (["+verl_ext.models.small.actor.use_kl_loss=true"], Role.ActorRollout, Role.ActorRolloutRef),
+        (["+verl_ext.models.small.model.lora_rank=4"], Role.ActorRollout, Role.ActorRollout),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=true", "+verl_ext.models.small.model.lora_rank=4"],
+            Role.ActorRolloutRef,
+            Role.ActorRollout,  # its base is the reference
+        ),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=true", "+verl_ext.models.small.actor.use_kl_loss=false"],
+            Role.ActorRolloutRef,
+            Role.ActorRollout,
+        ),
+    ],
+)
+def test_adapters_and_references_are_a_models_own(store: Any, overrides: list[str], policy: Role, small: Role) -> None:
+    trainer = trainer_of(store, "dr_mas", *TWO, *overrides)
+    trainer._init_resource_pool_mgr()
+    trainer.resource_pool_manager.resource_pool_dict = {"global_pool": object()}
+    (member,) = trainer._members.values()
+    member._init_resource_pool_mgr()
+    assert [list(one.role_worker_mapping) for one in (trainer, member)] == [[policy], [small]]
+    kl = [any("use_kl_loss=true" in one and ("small" in one) == own for one in overrides) for own in (False, True)]
+    inherits = kl[0] and "+verl_ext.models.small.actor.use_kl_loss=false" not in overrides
+    assert [trainer.use_reference_policy, member.use_reference_policy] == [kl[0], kl[1] or inherits]
+    ranks = [one.config.actor_rollout_ref.model.lora_rank for one in (trainer, member)]
+    assert ranks == [0, 4 if "+verl_ext.models.small.model.lora_rank=4" in overrides else 0]

@@ -164,7 +164,9 @@ class LeadMixin(ModelSide):
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if not self._members:
             return super()._update_actor(batch, metrics)
-        self._each(super(), "_update_actor", batch, metrics)
+        factor = batch.extra_info.get(update_step.LEARNING_RATE)
+        if not self._each(super(), "_update_actor", batch, metrics) and factor is not None:
+            metrics[f"actor/{update_step.FACTOR}"] = factor  # no engine was asked, and the part of the run wants a word
         return _joined(batch, batch.extra_info)
 
     def _takes_part(self, name: str, trainer: Any, method: str, keys: list[str]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,3 +185,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["correct"]
     assert cli.main(command) == 2
     assert "relu is a problem in KernelBench's form, for the languages python and triton" in capsys.readouterr().err
+
+
+def test_the_judges_process_stays_as_it_is(judge: Judge) -> None:
+    """Triton is interpreted in players alone: in a process that judges or trains it may be needed for a GPU."""
+    assert judge.evaluate(RELU, "nothing", "triton").status == "no_code"
+    assert "TRITON_INTERPRET" not in os.environ and "verl_ext.kernels.problem_player" not in sys.modules

@@ -11,8 +11,6 @@ import ast
 import contextlib
 import ctypes
 import importlib
-import math
-import mmap
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, which torch does in the pass on meta
@@ -29,10 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl_ext.kernels import player
-
-DRAW = b"i"
-"""Asks the problem's player for inputs."""
-ALIGN = 64
+from verl_ext.kernels.problem_memory import DRAW, views
 
 
 class _Live(TorchDispatchMode):
@@ -92,27 +87,6 @@ def describe(code: str) -> dict[str, Any]:
 
 def _form(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def size(layout: dict[str, Any]) -> int:
-    """Bytes of the shared memory: two seeds, the inputs and the output, each [batch, ...] and aligned."""
-    return ALIGN + sum(_bytes(layout, form) for form in [*filter(None, layout["given"]), layout["out"]])
-
-
-def _bytes(layout: dict[str, Any], form: list[Any]) -> int:
-    used = layout["batch"] * math.prod(form[1]) * getattr(torch, form[0]).itemsize
-    return max(-(-used // ALIGN), 1) * ALIGN
-
-
-def views(memory: int, layout: dict[str, Any]) -> list[torch.Tensor]:
-    """Seeds [2] (of the inputs, which a candidate does not get, and of what forward draws), inputs, output."""
-    mapped = torch.from_numpy(np.frombuffer(mmap.mmap(memory, size(layout)), dtype=np.uint8))
-    found, at = [mapped[:16].view(torch.int64)], ALIGN
-    for form in [*filter(None, layout["given"]), layout["out"]]:
-        shape, dtype = [layout["batch"], *form[1]], getattr(torch, form[0])
-        found.append(mapped[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        at += _bytes(layout, form)
-    return found
 
 
 def seed(number: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.kernels import player, problem_player
+from verl_ext.kernels import player, problem_memory
 from verl_ext.kernels.compiler import Library
 from verl_ext.kernels.seat import SLOWER, Infrastructure, Seat
 from verl_ext.kernels.tasks import Task
@@ -46,17 +46,17 @@ class ProblemSeat(Seat):
         super().__init__(sandbox, shape, plan, library, lost, cpu_s * (SLOWER if "triton" in plan else 1))
 
     def _size(self, shape: Any) -> int:
-        return problem_player.size(shape)
+        return problem_memory.size(shape)
 
     def _map(self, shape: Any) -> None:
-        seeds, *self.given, self.y = problem_player.views(self._memory, shape)
+        seeds, *self.given, self.y = problem_memory.views(self._memory, shape)
         self.seed, self.drawn = seeds[:1], seeds[1:]
 
     def draw(self) -> list[torch.Tensor]:
         """A batch that nobody has seen, of the problem's own player; none of its time for that is charged."""
         self.seed.fill_(secrets.randbits(48))
         self.drawn.fill_(secrets.randbits(48))
-        self._say(problem_player.DRAW)
+        self._say(problem_memory.DRAW)
         self._answer()
         self._charged = self._time()
         return [self.drawn.clone(), *(one.clone() for one in self.given)]
@@ -91,7 +91,7 @@ def layout(task: Task, described: dict[str, Any], batch: int, memory_mb: int) ->
     limit = min(memory_mb << 20, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // COPIES)
     for inputs in (batch, 1):
         made = {**described, "batch": inputs, "seed": secrets.randbits(48)}
-        if (needs := described["bytes"] + problem_player.size(made)) <= limit:
+        if (needs := described["bytes"] + problem_memory.size(made)) <= limit:
             return made
     raise Infrastructure(
         f"{task.name} needs about {needs >> 20} MiB in a player (weights, inputs, outputs and what lies between); the "
@@ -108,7 +108,7 @@ def check(tasks: Sequence[Task], memory_mb: int, cage: str = "required") -> Iter
             except Infrastructure as error:
                 yield task, 0, str(error)
             else:
-                yield task, made["bytes"] + problem_player.size(made), ""
+                yield task, made["bytes"] + problem_memory.size(made), ""
 
 
 def task_of(row: Mapping[str, Any]) -> Task:

@@ -43,7 +43,8 @@ class ProblemSeat(Seat):
     ) -> None:
         place = "problem_triton:play" if "triton" in plan else "problem_player:play"
         self.target = "verl_ext.kernels." + ("problem_player:reference" if "problem" in plan else place)
-        super().__init__(sandbox, shape, plan, library, lost, cpu_s * (SLOWER if "triton" in plan else 1))
+        self.slower = SLOWER if "triton" in plan else 1
+        super().__init__(sandbox, shape, plan, library, lost, cpu_s)
 
     def _size(self, shape: Any) -> int:
         return problem_memory.size(shape)

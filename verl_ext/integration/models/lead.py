@@ -166,7 +166,7 @@ class LeadMixin(ModelSide):
             return super()._update_actor(batch, metrics)
         factor = batch.extra_info.get(update_step.LEARNING_RATE)
         if not self._each(super(), "_update_actor", batch, metrics) and factor is not None:
-            metrics[f"actor/{update_step.FACTOR}"] = factor  # no engine was asked, and the part of the run wants a word
+            metrics[f"actor/{update_step.FACTOR}"] = factor  # no engine had a token; LengthLearningRate looks for it
         return _joined(batch, batch.extra_info)
 
     def _takes_part(self, name: str, trainer: Any, method: str, keys: list[str]) -> bool:

@@ -47,7 +47,8 @@ def noting(run_agent_loop: Any) -> Any:
                 partition = "val" if trajectory["validate"] else "train"
                 text = traceback.format_exc()[-LONGEST:]
                 key = f"{kwargs['uid']}_{kwargs['session_id']}"
-                await _put(LOST, key, {"partition_id": partition, "traceback": text})
+                source = kwargs.get("data_source", "unknown")
+                await _put(LOST, key, {"partition_id": partition, "data_source": source, "traceback": text})
             raise
 
     return run

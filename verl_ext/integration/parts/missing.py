@@ -11,6 +11,7 @@ is what a ``__rollout_n__`` of the data leaves out: what is due is what has ende
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ class Missing(Part):
         super().__init__(config, trainer)
         self.share = max_missing_share(config)
         self._told: set[str] = set()
-        self._validation: list[str] = []
+        self._validation: list[tuple[str, Any]] = []
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
@@ -73,7 +74,7 @@ class Missing(Part):
         if lost and (not batch.keys or (partition_id != "val" and len(lost) > self.share * due)):
             raise MissingRollouts(self._message(lost, due))
         if partition_id == "val":
-            self._validation += [split_key(f"{key}_0")[0] for key in lost]
+            self._validation += [(split_key(f"{key}_0")[0], tag["data_source"]) for key, tag in lost.items()]
         else:
             self.metrics["rollout/missing_trajectories"] = len(lost)
         return batch, metrics
@@ -105,15 +106,17 @@ class Missing(Part):
     def on_validation(
         self, data_sources: list[Any], uids: list[Any], values: dict[str, list[Any]], **more: Any
     ) -> None:
-        """Each lost rollout becomes a sample with reward 0 of its prompt."""
-        expected = more.get("expected_acc_counts") or {}
-        source_of = {uid: source for source, uid in expected} or dict(zip(uids, data_sources, strict=True))
-        for uid in self._validation:
-            data_sources.append(source_of.get(uid, "unknown"))
+        """Each lost rollout becomes a sample with reward 0 of its prompt; what else the samples say, it does not."""
+        counts = "expected_acc_counts" in more  # such a verl fills up `acc` itself and leaves out None
+        for uid, source in self._validation:
             uids.append(uid)
+            data_sources.append(source)
             for name, column in values.items():
-                fills = name in SCORES and not (name == "acc" and expected)  # verl fills up `acc` itself if it counts
-                column.append(0.0 if fills else None)
+                if name in SCORES and not (name == "acc" and counts):
+                    column.append(0.0)
+                else:
+                    text = any(isinstance(value, str) for value in column)
+                    column.append(None if counts else "" if text else math.nan)
         self.metrics["val-aux/missing_rollouts"] = len(self._validation)
         self._validation.clear()
 

@@ -223,6 +223,7 @@ def test_metrics_are_reduced_by_what_they_are() -> None:
     rest = {
         "agent/max/rows": (3.0, 4.0, 7.0),
         "agent/minimax/grad_norm/max": (1.0, 9.0, 9.0),
+        "actor/second/kpo/log_ratio_abs_max": (1.0, 9.0, 9.0),
         "updates/mini_batch_tokens/min": (5.0, 4.0, 4.0),
         "rollout/trajectories": (4, 4, 8),
         "rollout/failures/timeout at max": (1.0, 2.0, 3.0),

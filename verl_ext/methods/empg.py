@@ -2,7 +2,7 @@
 """EMPG: entropy-modulated policy gradient (arXiv 2509.09265), a modifier of any estimator's advantages.
 
     H_i  = mean over the row's model tokens of the entropy of the old policy
-    h_i  = (H_i - min H) / (max H - min H + 1e-8)                 over all valid rows of the batch
+    h_i  = (H_i - min H) / (max H - min H + 1e-8)                 over all valid rows; equal up to rounding: 0
     g_i  = exp(-k h_i) / (mean exp(-k h) + 1e-8)                  confident steps weigh more
     f_i  = exp(-k_f h_i)
     A'_i = A_i g_i + zeta f_next(i)                               next: same trajectory, turn_index + 1; none: no bonus
@@ -18,7 +18,7 @@ import math
 import numpy as np
 import torch
 
-from verl_ext.methods.groups import Column
+from verl_ext.methods.groups import ZERO_VARIANCE_RTOL, Column
 from verl_ext.methods.rows import Rows, check_token_field, check_tokens
 
 EPSILON = 1e-8
@@ -77,7 +77,8 @@ def empg(
     given = _finite("advantages", advantages[used], token)
     entropy = _finite("token_entropy", token_entropy[used], token).sum(-1) / length  # H_i
     low, high = entropy.min(), entropy.max()
-    scaled = (entropy - low) / (high - low + EPSILON)  # h_i
+    equal = high - low <= ZERO_VARIANCE_RTOL * entropy.abs().max().clamp(min=1.0)
+    scaled = torch.where(equal, 0.0, (entropy - low) / (high - low + EPSILON))  # h_i
     confident = torch.exp(-k * scaled)
     gain = confident / (confident.mean() + EPSILON)  # g_i
     clarity = torch.exp(-k_f * scaled)  # f_i

@@ -22,15 +22,13 @@ import torch
 
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import Count, Discount, NotNegative, check_range, checked
-from verl_ext.methods.rejection import Rejection
+from verl_ext.methods.rejection import ROUNDING, Rejection
 from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import Rows
 
 PAPER_SPEEDUP_UPPER = 3.0  # in Eq. 8
 #: Coverages are raised to this before their geometric mean (released).
 COVERAGE_FLOOR = 1e-8
-#: Numbers that are closer than this differ by rounding alone.
-ROUNDING = 1e-9
 
 
 @checked
@@ -81,7 +79,7 @@ def kernel_reward(
         reward = C * (1.0 + np.clip(s, 0.0, PAPER_SPEEDUP_UPPER) + PR)
     else:
         s = np.minimum(s, speedup_upper)
-        s[s < speedup_lower] = 0.0
+        s[s < speedup_lower * (1 - ROUNDING)] = 0.0
         reward = correct_weight * C + speedup_weight * s + coverage_weight * PR * C
     return np.where(out, penalty, rows.spread(reward))
 
@@ -208,10 +206,10 @@ def prs_keep_probability(
     if factor:
         probability = np.clip((share - threshold) / factor, 0.0, 1.0)
     else:
-        probability = (share >= threshold - ROUNDING).astype(np.float64)
+        probability = (share >= threshold * (1 - ROUNDING)).astype(np.float64)
     kept = ~right
     if speedup_threshold is not None and speedup_threshold >= 0:
-        kept |= rows.measured("speedup") >= speedup_threshold
+        kept |= rows.measured("speedup") >= speedup_threshold * (1 - ROUNDING)
     return np.where(kept, 1.0, probability)
 
 

@@ -33,8 +33,10 @@ from verl_ext.methods.rows import Rows, check_token_field
 
 Level = Literal["token", "turn", "turn_geo", "sequence", "geometric"]
 LEVELS = get_args(Level)
-#: Log ratios are cut here before an exponential, as verl does; bounds are compared on the log scale, uncut.
+#: Log ratios are cut here before an exponential, as verl does.
 LARGEST_LOG_RATIO = 20.0
+#: A statistic that is beyond its bound by this share alone is at it: columns are float32, bounds are not.
+ROUNDING = 1e-6
 #: Elements of the float64 copies of logits that `exact_token_kl` makes at a time; a few such blocks are its memory.
 BLOCK_ELEMENTS = 1 << 21
 
@@ -108,18 +110,19 @@ def mrs(
         log_statistic = total / count.clamp(min=1)
     else:
         log_statistic = total
+    log_statistic = log_statistic.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     inside = torch.ones_like(log_statistic, dtype=torch.bool)
     if level is not None:
-        inside &= log_statistic >= (-math.inf if lower is None else math.log(lower))
-        inside &= log_statistic <= (math.inf if upper is None else math.log(upper))
+        inside &= log_statistic >= (-math.inf if lower is None else math.log(lower) - ROUNDING)
+        inside &= log_statistic <= (math.inf if upper is None else math.log(upper) + ROUNDING)
 
     vetoed = torch.zeros(len(token), dtype=torch.bool, device=token.device)
     if veto is not None:
-        vetoed = ((log_ratio < math.log(veto)) & token).any(-1)
+        vetoed = ((log_ratio < math.log(veto) - ROUNDING) & token).any(-1)
         if veto_scope == "trajectory":
             vetoed = _sum_over(trajectory, vetoed.double()) > 0
 
-    statistic = log_statistic.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    statistic = log_statistic.exp()
     if level == "token":
         chosen = token & inside & ~vetoed[:, None]
         kept = chosen.any(-1) | ~token.any(-1)
@@ -153,11 +156,7 @@ def trm(
     values = _on_tokens("token_kl", check_token_field("token_kl", token_kl, response_mask), token)
     largest = values.amax(-1) if values.shape[1] else values.sum(-1)
     mean = values.sum(-1) / token.sum(-1).clamp(min=1)
-    inside = torch.ones(len(token), dtype=torch.bool, device=token.device)
-    if max is not None:
-        inside &= largest <= max
-    if avg is not None:
-        inside &= mean <= avg
+    inside = _at_most(largest, max) & _at_most(mean, avg)
     both = torch.stack([largest, mean], dim=-1)
     return _rejection(
         response_mask, inside, both if (max is None) == (avg is None) else mean if max is None else largest
@@ -413,7 +412,7 @@ def _first_of_each(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _at_most(statistic: torch.Tensor, threshold: float | None) -> torch.Tensor:
     if threshold is None:
         return torch.ones_like(statistic, dtype=torch.bool)
-    return statistic <= threshold
+    return statistic <= threshold * (1 + ROUNDING)
 
 
 def _rejection(response_mask: torch.Tensor, inside: torch.Tensor, statistic: torch.Tensor) -> Rejection:

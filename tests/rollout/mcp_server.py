@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -12,10 +13,12 @@ server = MCPServer("sums", log_level="ERROR")
 
 
 @server.tool()
-def add(a: int, b: int | None = None) -> int:
+async def add(a: int, b: int | None = None) -> int:
     """Add two numbers."""
     if a == 7:
         raise ValueError("not seven")
+    if a == 11:
+        await asyncio.sleep(600)
     if a == 13:
         os._exit(3)
     return a + (b or 0)

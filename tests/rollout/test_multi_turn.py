@@ -15,6 +15,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.demo.model import train_tokenizer
+from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.agent_loops import AgentLoops
 from verl_ext.rewards.judge import JudgeError
 from verl_ext.rollout.multi_turn import AGENT_NAME, MultiTurnOptions, MultiTurnVerifierLoop, turn_rewards
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, Verdict
@@ -58,6 +60,7 @@ def play(
     response_length: int = 8,
     full_determinism: bool = False,
     row: dict[str, Any] | None = None,
+    multi_turn: dict[str, Any] | None = None,
     **engine: Any,
 ) -> tuple[list[AgentLoopOutput], ScriptedEngine]:
     """One trajectory, the loop made as verl makes it."""
@@ -65,6 +68,7 @@ def play(
         "prompt_length": prompt_length,
         "response_length": response_length,
         "full_determinism": full_determinism,
+        "multi_turn": multi_turn or {},
     }
     if options is not None:
         rollout["custom"] = {"multi_turn": options}
@@ -260,12 +264,96 @@ def test_row_without_a_task_is_an_error(tokenizer: Any) -> None:
         ({"turn_reward": "mood"}, "turn_reward is 'mood'; choose one of 'success'"),
         ({"success_threshold": 0.0}, "success_threshold is 0.0; it must be greater than 0"),
         ({"success_threshold": 1.5}, r"success_threshold is 1.5; it must lie in \[0, 1\]"),
+        ({"mcp": {"sums": {"url": "http://127.0.0.1:9/mcp"}}}, "multi_turn.mcp has servers, but tools names none"),
+        (
+            {"tools": ["add"]},
+            r"multi_turn has the tool 'add', which is not there .* server in actor_.*\.mcp",
+        ),
         ({"verifier_timeout_s": 0}, "verifier_timeout_s is 0; it must be greater than 0"),
     ],
 )
 def test_bad_options_are_named(tokenizer: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         play(tokenizer, ["12"], options=options)
+
+
+# ---- tools ----
+
+# ChatML that shows the tools, as the templates of models that were trained with tools do.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = {"prompt_length": 1024, "response_length": 96}
+
+
+@pytest.fixture(scope="module")
+def with_tools() -> Any:
+    made = train_tokenizer([QUESTION] * 64)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def called(**arguments: int) -> str:
+    return f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_of_an_mcp_server(with_tools: Any, sums: dict[str, Any]) -> None:
+    """Shown, called, answered; a call is a row and no answer; what fails is read by the model and counted."""
+    texts = ["11", called(a=3, b=9), called(a=7), "12"]
+    options = {"max_turns": 2, "tools": ["add"], "mcp": sums, "tool_timeout_s": 600}
+    rows, server = play(with_tools, texts, options=options, **TOOLS)
+    assert len(rows) == len(server.requests) == 4
+    assert fields(rows, "turn_reward") == fields(rows, "turn_score") == [0.0, 0.0, 0.0, 1.0]
+    assert [row.reward_score for row in rows] == [1.0] * 4 and fields(rows, "is_action_valid") == [True] * 4
+    assert set(fields(rows, "stop_reason")) == {"solved"}
+    error = "Error: RuntimeError: Error executing tool add"
+    assert fields(rows, "anchor_obs")[:3] == [QUESTION, f"{QUESTION}\nToo low.", f"{QUESTION}\n12"]
+    assert fields(rows, "anchor_obs")[3].startswith(f"{QUESTION}\n{error}")
+    info = rows[-1].extra_fields["reward_extra_info"]
+    named = ("acc", "first_turn_acc", "turns", "valid_share", "tool_rounds", "failure_tool_error")
+    assert [info[name] for name in named] == [1.0, 0.0, 2.0, 1.0, 2.0, 1.0]
+    assert rows[1].metrics.tool_calls > 0 and rows[0].metrics.tool_calls == 0
+    prompts = [with_tools.decode(row.prompt_ids) for row in rows]
+    assert '"description": "Add two numbers."' in prompts[0]
+    for before, after in zip(rows, rows[1:], strict=False):
+        so_far = before.prompt_ids + before.response_ids
+        assert after.prompt_ids[: len(so_far)] == so_far
+    ends = "<|im_end|>\n<|im_start|>%s<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts[1].endswith("11" + ends % "user\nToo low.")
+    assert prompts[2].endswith(texts[1] + ends % "tool\n12")
+    assert f"<|im_start|>tool\n{error}" in prompts[3]
+
+
+def test_rounds_and_time_of_tools_are_bounded(with_tools: Any, sums: dict[str, Any]) -> None:
+    """A server that is slow is cut off; a call beyond the rounds is an answer, and a wrong one."""
+    options = {"max_turns": 2, "tools": ["add"], "mcp": sums, "max_tool_rounds": 1, "tool_timeout_s": 1}
+    rows, _ = play(
+        with_tools, [called(a=11)] * 4, options=options, multi_turn={"max_tool_response_length": 12}, **TOOLS
+    )
+    assert fields(rows, "is_action_valid") == [True, False] * 2 and set(fields(rows, "stop_reason")) == {"max_turns"}
+    info = rows[-1].extra_fields["reward_extra_info"]
+    assert [info[name] for name in ("turns", "tool_rounds", "failure_tool_error")] == [2.0, 2.0, 2.0]
+    assert fields(rows, "anchor_obs")[1] == f"{QUESTION}\nError: Timeo"
+
+
+def test_a_trajectory_that_ends_in_a_tool_call(with_tools: Any, sums: dict[str, Any]) -> None:
+    """It has the score of its last answer, and none without an answer."""
+    options = {"tools": ["add"], "mcp": sums, "turn_reward": "score", "tool_timeout_s": 600}
+    for texts, score in ((["112", called(a=3), ""], 2 / 3), ([called(a=3), ""], 0.0)):
+        rows, _ = play(with_tools, texts, options=options, end=False, **TOOLS)
+        assert set(fields(rows, "stop_reason")) == {"empty_response"}
+        assert [row.reward_score for row in rows] == pytest.approx([score] * len(rows))
+        assert rows[-1].extra_fields["reward_extra_info"]["acc"] == 0.0
+
+
+def test_servers_are_asked_before_a_run() -> None:
+    rollout = {"custom": {"multi_turn": {"tools": ["add"], "mcp": {"one": {"command": ["/no/such/server"]}}}}}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "verl_ext": {}})
+    with pytest.raises(OptionError, match=r"custom\.multi_turn\.mcp\.one: .*no/such/server"):
+        AgentLoops.check(config)
 
 
 def test_defaults_without_a_custom_section() -> None:

@@ -8,9 +8,7 @@ import json
 import math
 import os
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +28,8 @@ from verl_ext.integration import checks
 from verl_ext.integration.endpoints import EndpointRefused
 from verl_ext.integration.endpoints import of as endpoints_of
 from verl_ext.integration.options import OptionError
-from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, mcp_tools, orchestra, together
+from verl_ext.rollout import mcp_tools
+from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
@@ -694,27 +693,7 @@ def test_an_agent_with_tools(play: Any) -> None:
         play("test_tools", lambda prompt: "12")
 
 
-@pytest.fixture(params=["command", "url"])
-def sums(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """A real MCP server: started by the process that plays, or one that runs already."""
-    file = str(Path(__file__).with_name("mcp_server.py"))
-    if request.param == "command":
-        yield {"sums": {"command": [sys.executable, file]}}
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, file, str(port)]) as server:
-        try:
-            until = time.monotonic() + 300
-            while time.monotonic() < until:
-                with socket.socket() as there:
-                    if not there.connect_ex(("127.0.0.1", port)):
-                        break
-                time.sleep(0.1)
-            yield {"sums": {"url": f"http://127.0.0.1:{port}/mcp"}}
-        finally:
-            server.kill()
+MCP = "verl_ext.orchestra.mcp"
 
 
 def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -> None:
@@ -731,7 +710,7 @@ def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -
     multi_turn = {"multi_turn": {"format": "hermes", "max_parallel_calls": 1, "max_tool_response_length": 256}}
     rows, server = play("test_tools", answer, keys=keys, rollout=multi_turn, response_length=128)
     assert [row.reward_score for row in rows] == [1.0] * (len(asked) + 1)
-    shown = mcp_tools.tools(sums)["add"].tool_schema.function
+    shown = mcp_tools.tools(sums, MCP)["add"].tool_schema.function
     assert (shown.name, shown.description, shown.parameters.required) == ("add", "Add two numbers.", ["a"])
     assert {name: one.type for name, one in shown.parameters.properties.items()} == {
         "a": "integer",
@@ -741,7 +720,7 @@ def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -
     assert "Error: RuntimeError: Error executing tool add" in server.prompts[len(died) + 2]
     assert info(rows)["failure_tool_error"] == len(died) + 2.0
     assert not died or "Error: " in server.prompts[1]
-    mcp_tools.check(sums)
+    mcp_tools.check(sums, MCP)
 
 
 def test_an_mcp_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -749,7 +728,7 @@ def test_an_mcp_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(mcp_tools, "START_S", 5.0)
     said = tmp_path / "pid"
     with pytest.raises(OptionError, match="mcp.one: .*: no answer in 5 s"):
-        mcp_tools.check({"one": {"command": ["sh", "-c", f"echo $$ > {said}; exec sleep 600"]}})
+        mcp_tools.check({"one": {"command": ["sh", "-c", f"echo $$ > {said}; exec sleep 600"]}}, MCP)
     with pytest.raises(ProcessLookupError):
         os.kill(int(said.read_text()), 0)
 
@@ -764,11 +743,11 @@ def test_mcp_servers_that_cannot_be_used_are_refused() -> None:
         ({"one": {"url": "http://127.0.0.1:9/mcp"}}, "mcp.one: http://127.0.0.1:9/mcp"),
     ):
         with pytest.raises(OptionError, match=words):
-            mcp_tools.check(node)
+            mcp_tools.check(node, MCP)
     file = str(Path(__file__).with_name("mcp_server.py"))
     twice = {name: {"command": [sys.executable, file]} for name in ("one", "two")}
     with pytest.raises(OptionError, match="one and two both have a tool 'add'"):
-        mcp_tools.check(twice)
+        mcp_tools.check(twice, MCP)
 
 
 class Counting(BaseTool):

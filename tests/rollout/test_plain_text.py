@@ -22,10 +22,10 @@ from verl_ext.rollout import multi_turn, step_wise
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.orchestra import agent, orchestra
 from verl_ext.rollout.orchestra import loop as orchestra_loop
-from verl_ext.rollout.orchestra.tools import linear_parser
 from verl_ext.rollout.plain_text import PlainText, control_tokens
 from verl_ext.rollout.step_wise import parse_action
 from verl_ext.rollout.tags import tagged
+from verl_ext.rollout.tools import linear_parser
 
 # The parts of Qwen's template that matter here: tools, tool calls and results, reasoning left out of old answers.
 QWEN_STYLE = """

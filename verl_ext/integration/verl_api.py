@@ -35,6 +35,10 @@ LOOPS, MULTI_TURN, ORCHESTRA, GATEWAY = (
 EMBEDDED, CPU = "rollout.name=embedded", "the CPU platform"
 MODELS = "verl_ext.models"
 
+TOOLS: dict[str, tuple[str, ...]] = {
+    "verl.experimental.agent_loop.tool_parser": ("ToolParser.get_tool_parser",),
+    "verl.tools.function_tool": ("FUNCTION_TOOL_REGISTRY", "FunctionTool.call"),
+}
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     TRAINER: {
         "verl": ("DataProto",),
@@ -105,10 +109,10 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             "ContinuousTokenBuilder.merge_context_tokens|merge_non_assistant_tokens",
             "MergeResult(token_ids)",
         ),
+        **TOOLS,
     },
     ORCHESTRA: {
-        "verl.experimental.agent_loop.tool_parser": ("ToolParser.get_tool_parser",),
-        "verl.tools.function_tool": ("FUNCTION_TOOL_REGISTRY", "FunctionTool.call"),
+        **TOOLS,
         "verl.trainer.ppo.reward": ("get_custom_reward_fn",),
         "verl.utils.reward_score": ("default_compute_score",),
     },
@@ -201,18 +205,19 @@ def first(owner: Any, *names: str) -> Any:
     raise wraps.UnsupportedVerl(f"{_name(owner)} has no {' or '.join(names)}; {installed()}")
 
 
-def merge_context(builder: Any, previous: list[Any], updated: list[Any], token_ids: list[int]) -> list[int]:
+def merge_context(builder: Any, previous: list[Any], updated: list[Any], ids: list[int], **more: Any) -> list[int]:
     """Tokens of a conversation to which messages were appended that are not the model's.
 
     Args:
         builder: verl's token builder of an agent loop.
-        previous: chat messages that `token_ids` hold.
+        previous: chat messages that `ids` hold.
         updated: `previous` and the appended messages.
-        token_ids: tokens so far; they stay as they are.
+        ids: tokens so far; they stay as they are.
+        **more: ``tools``, which the chat template shows.
     """
     # Renamed between August 2026 and 0.9.1 (verl pull request 7643).
     merge = first(builder, "merge_context_tokens", "merge_non_assistant_tokens")
-    return list(merge(previous, updated, token_ids).token_ids)
+    return list(merge(previous, updated, ids, **more).token_ids)
 
 
 def loop_arguments() -> set[str]:

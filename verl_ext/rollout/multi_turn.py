@@ -5,6 +5,11 @@ One :class:`AgentLoopOutput` is returned for each turn (a row), so a turn-level 
 are token-in-token-out: the prompt of turn ``k + 1`` begins with the prompt and the response tokens of turn ``k``,
 unchanged. A trajectory is ragged: it ends at the first right answer.
 
+The model may call tools before it answers (``tools``, ``mcp``). A model call that calls tools is a row like the others,
+with a ``turn_index`` of its own, and what the tools said is in the next prompt. It is no answer: it is not judged, its
+``turn_reward`` is 0, and not ``max_turns`` but ``max_tool_rounds`` bounds it, anew for each answer; what the model says
+after that is its answer, whatever it is. So all returns and groups see it as a turn that led to the later ones.
+
 Options live at ``actor_rollout_ref.rollout.custom.multi_turn`` (see :class:`MultiTurnOptions`), for example
 ``+actor_rollout_ref.rollout.custom.multi_turn.max_turns=3``. What belongs to the question (dataset, entry, parser)
 comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_task`).
@@ -29,6 +34,7 @@ from verl_ext.rollout import rows
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 from verl_ext.rollout.threads import threads
+from verl_ext.rollout.tools import Tools, ToolSettings
 from verl_ext.rollout.turns import in_turn
 
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
@@ -44,7 +50,7 @@ FAILURES = (STOP_EMPTY,)
 
 
 @dataclass(frozen=True)
-class MultiTurnOptions:
+class MultiTurnOptions(ToolSettings):
     """Options of the loop, at ``actor_rollout_ref.rollout.custom.multi_turn``.
 
     Attributes:
@@ -58,6 +64,8 @@ class MultiTurnOptions:
         success_threshold: verifier score in (0, 1] from which an answer is right.
         verifier_timeout_s: seconds of processor time for a verdict; an answer that takes longer is wrong.
         agent_id: the row field ``agent_id``.
+        tools: names of tools that the model may call before it answers: of the servers in `mcp`, or verl's
+            (``rollout.multi_turn.tool_config_path``, ``function_tool_path``).
     """
 
     max_turns: AtLeastOne = 3
@@ -65,6 +73,11 @@ class MultiTurnOptions:
     success_threshold: Annotated[Positive, fraction] = 1.0
     verifier_timeout_s: Positive = 30.0
     agent_id: str = "solver"
+    tools: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mcp and not self.tools:
+            raise ValueError("mcp has servers, but tools names none of their tools; name those that the model may call")
 
     @classmethod
     def from_rollout_config(cls, rollout_config: Any) -> MultiTurnOptions:
@@ -78,7 +91,7 @@ class MultiTurnOptions:
 
 @dataclass
 class _Turn:
-    """One model call before it becomes a row."""
+    """One model call before it becomes a row; without a verdict it has called tools."""
 
     call: rows.ModelCall
     anchor_obs: str
@@ -89,7 +102,7 @@ def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
     """The reward of each turn of one trajectory.
 
     Args:
-        verdicts: the verdict of each turn in order; None where the verifier failed, which earns 0.
+        verdicts: the verdict of each turn in order; None where there is none, which earns 0.
         kind: ``turn_reward`` of :class:`MultiTurnOptions`.
 
     Returns:
@@ -111,19 +124,22 @@ def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
 
 @register(AGENT_NAME)
 class MultiTurnVerifierLoop(AgentLoopBase):
-    """Answer, feedback, revision, up to ``max_turns`` turns, one output a turn.
+    """Answer, feedback, revision, up to ``max_turns`` answers, one output a model call.
 
-    Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed),
-    ``agent_id`` (str), ``anchor_obs`` (str: the question and the latest feedback, without history), and for reading
-    ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the verifier's score); in the last row
-    ``failure`` (str: the stop reason if it is one of `FAILURES`), counted in ``rollout/failures/<reason>``.
+    Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed, or
+    tools were called), ``agent_id`` (str), ``anchor_obs`` (str: the question and the latest feedback or answer of
+    tools, without history), and for reading ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the
+    verifier's score); in the last row ``failure`` (str: the stop reason if it is one of `FAILURES`), counted in
+    ``rollout/failures/<reason>``.
 
     ``reward_score`` of every row is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
     rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
-    ``turns``, ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see
+    ``turns`` (answers), ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see
     `verl_ext.rollout.plain_text`), and ``judge_<reason>``: answers that are wrong because they kept their judgement
-    from an end (`verl_ext.rewards.judge`). ``sandbox_calls`` and ``sandbox_seconds`` say what judging has cost.
+    from an end (`verl_ext.rewards.judge`); with tools also ``tool_rounds`` (model calls that called some) and
+    ``failure_tool_error`` (tools that failed, which the model has read). ``sandbox_calls`` and ``sandbox_seconds`` say
+    what judging has cost.
 
     Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
     ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
@@ -134,8 +150,16 @@ class MultiTurnVerifierLoop(AgentLoopBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = self.read_options()
+        self.tools: Tools | None = None
+        self.tools_failed = 0
+        if getattr(self.options, "tools", ()):
+            verls, given = self.rollout_config.get("multi_turn") or {}, kwargs.get("tools")
+            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed)
         self.prompt_length = int(self.rollout_config.prompt_length)
         self.plain = PlainText(self.tokenizer)
+
+    def _tool_failed(self) -> None:
+        self.tools_failed += 1
 
     def read_options(self) -> Any:
         """What the run says of the loop: at least ``max_turns`` and ``agent_id``."""
@@ -179,7 +203,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         task = self.task(kwargs)
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
 
-        prompt_ids = await rows.encode(self, messages)
+        schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools) if self.tools else None
+        prompt_ids = await rows.encode(self, messages, schemas)
         if len(prompt_ids) > self.prompt_length:
             raise ValueError(
                 f"the prompt of row index={kwargs.get('index', '?')} has {len(prompt_ids)} tokens, more than "
@@ -190,6 +215,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         turns: list[_Turn] = []
         question, said = messages, list[list[dict[str, Any]]]()
         anchor_obs = task.question
+        answers = rounds = 0
         stop_reason, stop_detail = STOP_MAX_TURNS, ""
         while True:
             call = await rows.generate(self, request_id, prompt_ids, sampling_params, int(priority))
@@ -204,24 +230,35 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             turn = _Turn(call, anchor_obs)
             turns.append(turn)
 
-            text = await rows.decode(self, call.response_ids)
-            timing: dict[str, float] = {}
-            with simple_timer("compute_score", timing):
-                turn.verdict = await self.judge(task, text)
-            call.metrics.compute_score = timing["compute_score"]
-            if turn.verdict.solved:
-                stop_reason = STOP_SOLVED
-                break
-            if len(turns) >= self.max_turns():
-                break
+            more: list[dict[str, Any]] = []
+            if self.tools and rounds < self.options.max_tool_rounds:
+                more = await self.tools.use(OPTIONS_KEY, self.options.tools, call)
+            if more:
+                rounds += 1
+            else:
+                text = await rows.decode(self, call.response_ids)
+                timing: dict[str, float] = {}
+                with simple_timer("compute_score", timing):
+                    turn.verdict = await self.judge(task, text)
+                call.metrics.compute_score = timing["compute_score"]
+                if turn.verdict.solved:
+                    stop_reason = STOP_SOLVED
+                    break
+                answers, rounds = answers + 1, 0
+                if answers >= self.max_turns():
+                    break
+                more = [{"role": "assistant", "content": text}, {"role": "user", "content": turn.verdict.feedback}]
 
-            answer = self.plain.message({"role": "assistant", "content": text})
-            said.append([answer, self.plain.message({"role": "user", "content": turn.verdict.feedback})])
+            said.append([self.plain.message(message) for message in more])
             kept = self.kept(turns)
             if kept is None:
                 updated = messages + said[-1]
                 prompt_ids = await threads(self.config, "tokenising").run(
-                    self._continue_prompt, updated[:-1], updated, call.prompt_ids + call.response_ids
+                    self._continue_prompt,
+                    updated[: len(messages) + 1],
+                    updated,
+                    call.prompt_ids + call.response_ids,
+                    schemas,
                 )
             else:
                 updated = question + [message for number in kept for message in said[number]]
@@ -231,13 +268,13 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                 stop_detail = f"{len(prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"
                 break
             messages = updated
-            anchor_obs = f"{task.question}\n{turn.verdict.feedback}"
+            anchor_obs = "\n".join([task.question, *(message["content"] for message in more[1:])])
 
         await in_turn()
         return self._rows(turns, stop_reason, stop_detail)
 
     def _continue_prompt(
-        self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], token_ids: list[int]
+        self, previous: list[Any], updated: list[Any], token_ids: list[int], schemas: list[Any] | None
     ) -> list[int]:
         """Tokens of the next prompt: the tokens so far, untouched, and those of the appended messages."""
         builder = self.continuous_token_builder
@@ -245,7 +282,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             # The model-specific builders know how a turn ends; the default one only appends. Complete what the chat
             # template writes after an answer (for ChatML: "<|im_end|>\n"), as far as the model has not written it.
             token_ids = token_ids + self._missing_turn_end(token_ids)
-        return merge_context(builder, previous, updated, token_ids)
+        return merge_context(builder, previous, updated, token_ids, tools=schemas)
 
     def _missing_turn_end(self, token_ids: list[int]) -> list[int]:
         end = _turn_end_ids(self.tokenizer, self.apply_chat_template_kwargs)
@@ -257,34 +294,37 @@ class MultiTurnVerifierLoop(AgentLoopBase):
     def _rows(self, turns: list[_Turn], stop_reason: str, stop_detail: str) -> list[AgentLoopOutput]:
         verdicts = [turn.verdict for turn in turns]
         rewards = turn_rewards(verdicts, self.options.turn_reward)
-        solved = [verdict is not None and verdict.solved for verdict in verdicts]
-        valid = [verdict is not None and verdict.parsed is not None for verdict in verdicts]
-        unjudged = [verdict.reason for verdict in verdicts if verdict is not None]
-        outcome = rewards[-1] if self.options.turn_reward == "score" else sum(rewards)
+        answers = [verdict for verdict in verdicts if verdict is not None]  # the other turns call tools
+        solved = [verdict.solved for verdict in answers] or [False]
+        unjudged = [verdict.reason for verdict in answers]
+        last = answers[-1].score if answers else 0.0
         info = {
             "acc": float(solved[-1]),
             "first_turn_acc": float(solved[0]),
-            "turns": float(len(turns)),
-            "valid_share": sum(valid) / len(valid),
+            "turns": float(len(answers)),
+            "valid_share": sum(verdict.parsed is not None for verdict in answers) / max(len(answers), 1),
             "overlong": float(stop_reason == STOP_OVERLONG),
             **{f"judge_{reason}": float(unjudged.count(reason)) for reason in REASONS},
-            "sandbox_calls": float(sum(verdict.cost[0] for verdict in verdicts if verdict is not None)),
-            "sandbox_seconds": sum(verdict.cost[1] for verdict in verdicts if verdict is not None),
+            "sandbox_calls": float(sum(verdict.cost[0] for verdict in answers)),
+            "sandbox_seconds": sum(verdict.cost[1] for verdict in answers),
             "control_tokens_split": float(self.plain.split),
         }
+        if self.tools:
+            calls, failed = len(turns) - len(answers), self.tools_failed
+            info |= {"tool_rounds": float(calls), "failure_tool_error": float(failed)}
         scores = [0.0 if verdict is None else verdict.score for verdict in verdicts]
-        for turn, reward, score, is_valid in zip(turns, rewards, scores, valid, strict=True):
+        for turn, reward, score in zip(turns, rewards, scores, strict=True):
             turn.call.fields = {
                 "turn_reward": reward,
                 "turn_score": score,
-                "is_action_valid": is_valid,
+                "is_action_valid": turn.verdict is None or turn.verdict.parsed is not None,
                 "agent_id": self.options.agent_id,
                 "anchor_obs": turn.anchor_obs,
                 "turn_scores": scores,
             }
         return rows.make_rows(
             [turn.call for turn in turns],
-            outcome=outcome,
+            outcome=last if self.options.turn_reward == "score" else sum(rewards),
             info=info,
             common={"stop_reason": stop_reason, "stop_detail": stop_detail},
             failure=stop_reason if stop_reason in FAILURES else "",

@@ -9,6 +9,7 @@ A loop collects a :class:`ModelCall` for every answer of the model (:func:`gener
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections import Counter
@@ -98,14 +99,17 @@ def request_name(loop: AgentLoopBase, priority: int, session_id: Any) -> str:
     return uuid4().hex
 
 
-async def encode(loop: AgentLoopBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+async def encode(
+    loop: AgentLoopBase, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """Tokens of a chat with the opening of the next answer, made outside the event loop.
 
-    Control tokens in the messages are what they are: see `verl_ext.rollout.plain_text` for what others wrote.
+    The chat template shows the schemas `tools`. Control tokens in the messages are what they are: see
+    `verl_ext.rollout.plain_text` for what others wrote.
     """
     given = [dict(message) for message in messages]
-    build = loop.continuous_token_builder.build_initial_tokens
-    return list(await threads(loop.config, "tokenising").run(build, given))
+    build = functools.partial(loop.continuous_token_builder.build_initial_tokens, given, tools=tools)
+    return list(await threads(loop.config, "tokenising").run(build))
 
 
 async def decode(loop: AgentLoopBase, ids: Sequence[int]) -> str:

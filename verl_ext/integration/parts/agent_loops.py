@@ -10,7 +10,9 @@ from verl_ext.integration.parts.base import Part
 
 
 class AgentLoops(Part):
-    """``verl_ext.{environment,orchestra,gateway,kernels,threads}`` and ``verl_ext.poll_interval_s``."""
+    """``verl_ext.{environment,orchestra,gateway,kernels,threads}``, ``rollout.custom.multi_turn``, and
+    ``verl_ext.poll_interval_s``.
+    """
 
     @classmethod
     def complete(cls, config: Any) -> None:
@@ -33,6 +35,12 @@ class AgentLoops(Part):
             from verl_ext.rollout.gateway.settings import check as check_gateway
 
             check_gateway(config)
+        if select(select(config.actor_rollout_ref.rollout, "custom"), "multi_turn") is not None:
+            from verl_ext.rollout import mcp_tools
+            from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
+
+            read = MultiTurnOptions.from_rollout_config(config.actor_rollout_ref.rollout)
+            mcp_tools.check(read.mcp, f"{OPTIONS_KEY}.mcp")
         if select(select(config, "verl_ext"), "kernels") is not None:
             from verl_ext.kernels.options import check_kernels
 

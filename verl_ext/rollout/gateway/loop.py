@@ -44,10 +44,10 @@ from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
 from verl_ext.rollout.orchestra.registry import Orchestra
 from verl_ext.rollout.orchestra.settings import Lineup
-from verl_ext.rollout.orchestra.tools import linear_parser
 from verl_ext.rollout.per_config import once
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.threads import HeldThreads, threads
+from verl_ext.rollout.tools import linear_parser
 
 AGENT_NAME = "verl_ext_gateway"
 

@@ -66,6 +66,7 @@ class GatewaySettings(Limits):
 
     # What the loop of orchestras asks for and agents of the gateway do for themselves.
     role_as: ClassVar[str] = "system"
+    mcp: ClassVar[dict[str, Any]] = {}
     max_tool_rounds: ClassVar[int] = 0
     tool_timeout_s: ClassVar[float] = 60.0
 

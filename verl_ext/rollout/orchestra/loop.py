@@ -39,16 +39,16 @@ from verl_ext.integration import endpoints
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
-from verl_ext.rollout.orchestra import agents, core, judging, mcp_tools, outside, prompts, settings
+from verl_ext.rollout.orchestra import agents, core, judging, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
-from verl_ext.rollout.orchestra.tools import Tools
 from verl_ext.rollout.orchestra.voices import voices
 from verl_ext.rollout.per_config import once
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.rows import ModelCall
 from verl_ext.rollout.threads import HeldThreads, threads
+from verl_ext.rollout.tools import Tools
 from verl_ext.rollout.turns import in_turn
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class OrchestraLoop(AgentLoopBase):
     Attributes:
         kind, where: what plays and where its settings stand, for messages.
         reasons: for which a trajectory can fail; each is a number of its own.
-        servers: MCP servers by name, whose tools agents may name.
 
     Args:
         **kwargs: verl's, and any key of `OrchestraSettings` from the entry of an agent loop config, where the
@@ -77,7 +76,6 @@ class OrchestraLoop(AgentLoopBase):
     kind = "the orchestra"
     where = settings.WHERE
     reasons: tuple[str, ...] = agents.REASONS
-    servers: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         verls = loop_arguments()
@@ -88,9 +86,8 @@ class OrchestraLoop(AgentLoopBase):
         self.endpoints = endpoints.of(self.config)
         options = self.rollout_config.get("multi_turn") or {}
         given = kwargs.get("tools")
-        offered = [*(getattr(given, "tools", given) or []), *mcp_tools.tools(self.servers).values()]
         self.tools = {
-            name: Tools(options, offered, voice.tokenizer, self.settings.tool_timeout_s, self._count)
+            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed)
             for name, voice in self.voices.items()
         }
         self._sampling: dict[str, Any] = {}
@@ -109,7 +106,6 @@ class OrchestraLoop(AgentLoopBase):
         self.settings, self.retriever, self._lineups = once(
             self.config, repr(sorted(entry.items())), lambda: _prepare(self.config, entry)
         )
-        self.servers = self.settings.mcp
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
@@ -188,9 +184,9 @@ class OrchestraLoop(AgentLoopBase):
             self._lineups[key] = settings.line_up(self.settings, name, (*self.voices, *self.endpoints))
         return self._lineups[key]
 
-    def _count(self, reason: str) -> None:
+    def _tool_failed(self) -> None:
         if self._team is not None:
-            self._team.count(reason)
+            self._team.count(agents.TOOL_ERROR)
 
     # What the team asks for (core.Engine).
 
@@ -252,11 +248,11 @@ class OrchestraLoop(AgentLoopBase):
 
     def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
         """Tools that the chat template shows the agent."""
-        return self.tools[agent.model].schemas(agent)
+        return self.tools[agent.model].schemas(f"agent {agent.name}", agent.tools)
 
     async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
         """Run the tool calls in an answer; see `Tools.use`."""
-        return await self.tools[agent.model].use(agent, completion)
+        return await self.tools[agent.model].use(f"agent {agent.name}", agent.tools, completion.row)
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function on an answer, see `judging.judge`."""

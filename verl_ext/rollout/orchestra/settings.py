@@ -15,11 +15,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_ext.integration import endpoints, model_options, options
 from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.options import OptionError, near, select
-from verl_ext.methods.options import AtLeastOne, Count, Positive
-from verl_ext.rollout.orchestra import mcp_tools
+from verl_ext.methods.options import AtLeastOne, Positive
+from verl_ext.rollout import mcp_tools
 from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
+from verl_ext.rollout.tools import ToolSettings
 
 WHERE = "verl_ext.orchestra"
 
@@ -76,7 +77,7 @@ class AgentSettings:
 
 
 @dataclass(frozen=True)
-class OrchestraSettings(Limits):
+class OrchestraSettings(ToolSettings, Limits):
     """``verl_ext.orchestra``. Every key may also stand in the entry of an agent loop config, except that there the
     orchestra's name is called ``orchestra`` (``name`` is verl's).
 
@@ -86,9 +87,6 @@ class OrchestraSettings(Limits):
         options: the orchestra's own options (keyword-only parameters).
         agents: changes to agents, by name.
         retriever: ``{kind: bm25, ...}`` or ``{kind: http, ...}``; see `verl_ext.rollout.retrieval`.
-        mcp: servers whose tools agents may name: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
-        max_tool_rounds: calls that follow from one request to an agent with tools, beyond the first.
-        tool_timeout_s: seconds for one call of a tool.
         role_as: the role prompt is a ``system`` message, or the beginning of the first ``user`` message (for chat
             templates without system messages).
     """
@@ -98,9 +96,6 @@ class OrchestraSettings(Limits):
     options: dict[str, Any] = field(default_factory=dict)
     agents: dict[str, AgentSettings] = field(default_factory=dict)
     retriever: dict[str, Any] | None = None
-    mcp: dict[str, Any] = field(default_factory=dict)
-    max_tool_rounds: Count = 4
-    tool_timeout_s: Positive = 60.0
     role_as: Literal["system", "user"] = "system"
 
 
@@ -256,7 +251,7 @@ def check(config: Any) -> Lineup | None:
         return None
     settings = read(config)
     retriever(settings)
-    mcp_tools.check(settings.mcp)
+    mcp_tools.check(settings.mcp, f"{WHERE}.mcp")
     if not settings.name:
         return None
     names = model_options.names(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of MCP servers, by name: ``verl_ext.orchestra.mcp: {<server>: {command: [...]} | {url: ...}}``.
+"""Tools of MCP servers, by name: ``mcp: {<server>: {command: [...]} | {url: ...}}`` of an agent loop's settings.
 
 Each process that plays has one connection to each server, in a thread with an event loop of its own, which all of its
 trajectories share. A server that has ended is started, or connected to, again at the next call. A server has the
@@ -23,14 +23,13 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl_ext.integration import options
 from verl_ext.integration.options import OptionError
 
-WHERE = "verl_ext.orchestra.mcp"
 START_S = 120.0
 """Seconds that a server may take to start and to list its tools."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """``verl_ext.orchestra.mcp.<server>``: one of `command` and `url`.
+    """``mcp.<server>``: one of `command` and `url`.
 
     Attributes:
         command: started by each process that plays, outside of the sandbox; spoken to on stdin and stdout.
@@ -51,8 +50,9 @@ class Server:
     """A connection. Its methods may be called from any thread.
 
     Args:
-        name: for messages.
+        name: for the thread.
         settings: of it.
+        where: its key, for messages.
 
     Attributes:
         tools: verl's tool for each of its own, by name.
@@ -61,11 +61,11 @@ class Server:
         OptionError: the package `mcp` is not installed, or the server does not answer.
     """
 
-    def __init__(self, name: str, settings: ServerSettings) -> None:
+    def __init__(self, name: str, settings: ServerSettings, where: str) -> None:
         try:
             import mcp
         except ImportError as error:
-            raise OptionError(f"{WHERE}.{name} needs the package mcp: pip install 'verl-ext[mcp]'.") from error
+            raise OptionError(f"{where} needs the package mcp: pip install 'verl-ext[mcp]'.") from error
         command, *args = settings.command or ("",)
         process = mcp.StdioServerParameters(command=command, args=args, env=settings.env)
         self._where: Any = settings.url or process
@@ -79,7 +79,7 @@ class Server:
         except Exception as error:
             self.close()
             reason = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {START_S:.0f} s"
-            raise OptionError(f"{WHERE}.{name}: {settings.url or list(settings.command)}: {reason}") from error
+            raise OptionError(f"{where}: {settings.url or list(settings.command)}: {reason}") from error
 
     def _soon(self, coroutine: Any) -> concurrent.futures.Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -172,15 +172,15 @@ def _parameter(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": given.get("type") or kinds or "string", **kept}
 
 
-def read(given: Mapping[str, Any]) -> dict[str, ServerSettings]:
-    """The settings of each server.
+def read(given: Mapping[str, Any], where: str) -> dict[str, ServerSettings]:
+    """The settings of each server, which stand at `where`.
 
     Raises OptionError: an unknown key, a wrong type, or neither or both of command and url.
     """
-    return {name: options.read(given, name, ServerSettings, where=f"{WHERE}.{name}") for name in given}
+    return {name: options.read(given, name, ServerSettings, where=f"{where}.{name}") for name in given}
 
 
-def connect(given: Mapping[str, Any]) -> dict[str, Server]:
+def connect(given: Mapping[str, Any], where: str) -> dict[str, Server]:
     """Connect to each of the servers.
 
     Raises OptionError: as for `read` and `Server`, or two servers have a tool of one name.
@@ -188,11 +188,11 @@ def connect(given: Mapping[str, Any]) -> dict[str, Server]:
     servers: dict[str, Server] = {}
     owner: dict[str, str] = {}
     try:
-        for name, settings in read(given).items():
-            servers[name] = Server(name, settings)
+        for name, settings in read(given, where).items():
+            servers[name] = Server(name, settings, f"{where}.{name}")
             for tool in servers[name].tools:
                 if tool in owner:
-                    raise OptionError(f"{WHERE}: {owner[tool]} and {name} both have a tool {tool!r}; leave one out.")
+                    raise OptionError(f"{where}: {owner[tool]} and {name} both have a tool {tool!r}; leave one out.")
                 owner[tool] = name
     except OptionError:
         for server in servers.values():
@@ -202,16 +202,16 @@ def connect(given: Mapping[str, Any]) -> dict[str, Server]:
 
 
 @functools.cache
-def _shared(given: str) -> dict[str, FunctionTool]:
-    return {name: tool for server in connect(json.loads(given)).values() for name, tool in server.tools.items()}
+def _shared(given: str, where: str) -> dict[str, FunctionTool]:
+    return {name: tool for server in connect(json.loads(given), where).values() for name, tool in server.tools.items()}
 
 
-def tools(given: Mapping[str, Any]) -> dict[str, FunctionTool]:
+def tools(given: Mapping[str, Any], where: str) -> dict[str, FunctionTool]:
     """The tools of the servers by name; this process connects at its first call. Errors as of `connect`."""
-    return _shared(json.dumps(given, sort_keys=True)) if given else {}
+    return _shared(json.dumps(given, sort_keys=True), where) if given else {}
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check(given: Mapping[str, Any], where: str) -> None:
     """Connect, list, and leave again: before a run. Errors as of `connect`."""
-    for server in connect(given).values():
+    for server in connect(given, where).values():
         server.close()

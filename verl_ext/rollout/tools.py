@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import re2
@@ -15,10 +16,26 @@ from verl.utils.profiler import simple_timer
 
 from verl_ext.contain import contained
 from verl_ext.integration.options import OptionError
-from verl_ext.rollout.orchestra.agents import TOOL_ERROR, Agent
-from verl_ext.rollout.orchestra.core import Completion
+from verl_ext.methods.options import Count, Positive
+from verl_ext.rollout import mcp_tools
+from verl_ext.rollout.rows import ModelCall
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSettings:
+    """What an agent loop says of tools.
+
+    Attributes:
+        mcp: servers whose tools may be named: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
+        max_tool_rounds: model calls that may follow from tool calls before one answer, beyond the first.
+        tool_timeout_s: seconds for one call of a tool.
+    """
+
+    mcp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_tool_rounds: Count = 4
+    tool_timeout_s: Positive = 60.0
 
 
 class Tools:
@@ -26,55 +43,67 @@ class Tools:
 
     Args:
         options: ``rollout.multi_turn``: ``format``, ``max_parallel_calls``, ``max_tool_response_length``.
-        given: verl's tools for the agent loop, and those of MCP servers.
+        given: verl's tools for the agent loop.
         tokenizer: of the model.
-        timeout_s: seconds for one call.
-        count: takes a reason; called for a tool that failed.
+        settings: of the agent loop.
+        where: the key at which these stand, for messages.
+        failed: called for a tool that failed.
+
+    Raises:
+        OptionError: an MCP server cannot be reached, see `mcp_tools.tools`.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], given: Any, tokenizer: Any, timeout_s: float, count: Callable[[str], None]
+        self,
+        options: Mapping[str, Any],
+        given: Any,
+        tokenizer: Any,
+        settings: ToolSettings,
+        where: str,
+        failed: Callable[[], None],
     ) -> None:
-        self.options, self.tokenizer, self.timeout_s, self.count = options, tokenizer, timeout_s, count
-        self.given = {tool.name: tool for tool in given}
+        self.options, self.tokenizer, self.where, self.failed = options, tokenizer, where, failed
+        self.timeout_s = settings.tool_timeout_s
+        verls = getattr(given, "tools", given) or []
+        self.given = {**{tool.name: tool for tool in verls}, **mcp_tools.tools(settings.mcp, f"{where}.mcp")}
 
-    def tool(self, agent: Agent, name: str) -> Any:
-        """One of an agent's tools. Raises OptionError: it is not there."""
+    def _tool(self, who: str, name: str) -> Any:
         from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
 
         known = {**FUNCTION_TOOL_REGISTRY, **self.given}
         if name not in known:
             raise OptionError(
-                f"agent {agent.name} has the tool {name!r}, which is not there (there are: {', '.join(known) or 'none'}"
+                f"{who} has the tool {name!r}, which is not there (there are: {', '.join(known) or 'none'}"
                 "). Name it in rollout.multi_turn.tool_config_path or function_tool_path, put verl's decorator "
-                "function_tool on a function of your module, or name its server in verl_ext.orchestra.mcp."
+                f"function_tool on a function of your module, or name its server in {self.where}.mcp."
             )
         return known[name]
 
-    def schemas(self, agent: Agent) -> list[dict[str, Any]]:
-        """The schemas of an agent's tools, for the chat template."""
-        return [
-            self.tool(agent, name).tool_schema.model_dump(exclude_unset=True, exclude_none=True) for name in agent.tools
-        ]
+    def schemas(self, who: str, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The schemas of the tools of `who`, for the chat template. Raises OptionError: one is not there."""
+        return [self._tool(who, name).tool_schema.model_dump(exclude_unset=True, exclude_none=True) for name in names]
 
-    async def use(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
+    async def use(self, who: str, names: Sequence[str], row: ModelCall) -> list[dict[str, Any]]:
         """Run the tool calls in an answer. A tool that is unknown, raises or hangs answers with its error.
 
+        Args:
+            who: for messages.
+            names: the tools that it has.
+            row: its answer; the time that tools take is added to its metrics.
+
         Returns:
-            The agent's message and the tools'; [] without any call.
+            The model's message and the tools'; [] without any call.
         """
-        tools = {name: self.tool(agent, name) for name in agent.tools}
+        tools = {name: self._tool(who, name) for name in names}
         parser = linear_parser(self.options.get("format") or "hermes", self.tokenizer)
-        content, calls = await parser.extract_tool_calls(
-            completion.response_ids, [t.tool_schema for t in tools.values()]
-        )
+        content, calls = await parser.extract_tool_calls(row.response_ids, [t.tool_schema for t in tools.values()])
         calls = calls[: int(self.options.get("max_parallel_calls") or 1)]
         if not calls:
             return []
         timing: dict[str, float] = {}
         with simple_timer("tool_calls", timing):
             answers = await asyncio.gather(*(self._call(tools, call.name, call.arguments) for call in calls))
-        completion.row.metrics.tool_calls += timing["tool_calls"]
+        row.metrics.tool_calls += timing["tool_calls"]
         longest = int(self.options.get("max_tool_response_length") or 2**31)
         asked = [
             {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls
@@ -106,7 +135,7 @@ class Tools:
         try:
             return await asyncio.wait_for(use(), timeout=self.timeout_s)
         except Exception as error:
-            self.count(TOOL_ERROR)
+            self.failed()
             logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
             return f"Error: {type(error).__name__}: {error}"
 

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# Trains examples/gateway/agent.py, three tries at a sum with OpenAI's client, through the gateway on the CPU.
+# Trains examples/gateway/agent.py, three tries at a sum with OpenAI's client, through the gateway on the CPU: 20 steps.
 #   bash examples/gateway/train_cpu.sh [folder] [further Hydra overrides]
-# Needs `pip install openai`.
+# Needs `pip install openai`. SEED is of the model, the data and the sampling.
 set -euo pipefail
 
 HERE=$(cd "$(dirname "$0")" && pwd)
 OUT=${1:-runs/gateway}
+SEED=${SEED:-0}
 shift || true
-verl-ext prepare demo --out "$OUT/demo"
+verl-ext prepare sums --seed "$SEED" --out "$OUT/sums"
 python - "$OUT" <<'PYTHON'
 import sys
 
 import pandas
 
 for split in ("train", "val"):  # the gateway plays rows that name no other agent loop
-    rows = pandas.read_parquet(f"{sys.argv[1]}/demo/data/{split}.parquet")
+    rows = pandas.read_parquet(f"{sys.argv[1]}/sums/data/{split}.parquet")
     rows.drop(columns="agent_name").to_parquet(f"{sys.argv[1]}/{split}.parquet")
 PYTHON
 
@@ -22,7 +23,9 @@ VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" python -m verl.trainer.main_ppo '+rec
     verl_ext.gateway.agent="$HERE/agent.py:solve" \
     data.train_files="$OUT/train.parquet" \
     data.val_files="$OUT/val.parquet" \
-    actor_rollout_ref.model.path="$OUT/demo/model" \
+    data.seed="$SEED" \
+    actor_rollout_ref.model.path="$OUT/sums/model" \
+    actor_rollout_ref.rollout.seed="$SEED" \
     data.train_batch_size=16 \
     data.max_prompt_length=256 \
     data.max_response_length=16 \
@@ -38,3 +41,4 @@ VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" python -m verl.trainer.main_ppo '+rec
     verl_ext.rollouts_dir="$OUT/rollouts" \
     hydra.run.dir="$OUT/hydra" \
     "$@"
+verl-ext report "$OUT" --out "$OUT/report.html"

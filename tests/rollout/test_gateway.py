@@ -9,7 +9,9 @@ import http.client
 import importlib
 import json
 import os
+import runpy
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,6 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import openai
 import pytest
+from chat_server import Served
 from hydra import compose, initialize_config_dir
 from loops import QUESTION, REWARD, Scripted, columns_of, config_of, make_loop
 from omegaconf import OmegaConf
@@ -671,6 +674,22 @@ def test_the_workforce_of_owl_solves_a_task(
     part.on_batch(SimpleNamespace(tags=[{}] * len(rows)), active, {})
     assert active.columns["valid_row"].tolist() == [agent == "planner" for agent in agents]
     assert part.metrics == {"rollout/rows_of_other_agents": 7}
+
+
+def test_the_file_of_the_example_plays_here_and_against_any_server(play: Play, tokenizer: Any) -> None:
+    path = ROOT / "examples" / "gateway" / "agent.py"
+    solve = runpy.run_path(str(path))["solve"]
+    rows = play(solve, Scripted(tokenizer, lambda prompt: "12" if "Wrong." in prompt else "13"))
+    assert [row.reward_score for row in rows] == [1.0, 1.0]
+    served = Served((200, "13"), (200, "12"))
+    try:
+        url = served.models()["strong"]["endpoint"]["url"]
+        said = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k", "OPENAI_MODEL": "big"}
+        task = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "ground_truth": "12"})
+        out = subprocess.run([sys.executable, path], input=task, env=said, capture_output=True, text=True, check=True)
+    finally:
+        served.close()
+    assert out.stdout == "1.0\n" and [len(asked["messages"]) for asked in served.asked] == [1, 3]
 
 
 # ---- settings ----

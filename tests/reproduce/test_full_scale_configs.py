@@ -33,7 +33,6 @@ CELLS = [
 INPUTS = {
     "RETRIEVER_URL": "http://127.0.0.1:8000/retrieve",
     "COLD_START_MODEL": "/models/cold_start",
-    "KERNEL_AGENT_LOOP": "/loops/kernel.yaml",
     "ALFWORLD_DATA": "/games",
     "PYTHONPATH": os.environ.get("PYTHONPATH", "/webshop"),
 }
@@ -109,9 +108,31 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
         f"{VALIDATION}.temperature": 1.0,
         f"{VALIDATION}.top_p": 0.95,
         "algorithm.gamma": 1.0,
-        "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold": "0.999_1.001",
+        "algorithm.rejection": {"mrs": True, "prs": True},
+        "algorithm.rejection_normalise": "all",
+        "algorithm.mrs.level": "geometric",
+        "algorithm.mrs.lower": 0.999,
+        "algorithm.mrs.upper": 1.001,
+        "algorithm.mrs.veto": 1e-4,
+        "algorithm.prs.threshold": 0.3,
+        "algorithm.prs.factor": 0.1,
+        "algorithm.prs.level": "turn",
+        "algorithm.prs.speedup_threshold": None,
         "algorithm.rollout_correction.rollout_is": None,
+        f"{ROLLOUT}.agent.default_agent_loop": "verl_ext_kernels",
+        "verl_ext.kernels.backend": "triton",
+        "verl_ext.kernels.language": "triton",
+        "verl_ext.kernels.max_turns": 3,
+        "verl_ext.kernels.tolerance": 1e-2,
+        "verl_ext.kernels.reward": {
+            "variant": "released",
+            "correct_weight": 0.5,
+            "speedup_weight": 0.5,
+            "coverage_weight": 0.5,
+            "speedup_upper": 3.0,
+            "speedup_lower": 0.0,
+            "penalty": 0.0,
+        },
     },
     "trm/math": {
         "actor_rollout_ref.model.path": "Qwen/Qwen3-8B-Base",
@@ -243,6 +264,13 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("dr_mas/search", "grpo"): {"algorithm.dr_mas.level": "global"},
     ("trloo/kernelbench", "trloo"): {"algorithm.trloo.baseline": "leave_one_out", "algorithm.trloo.batch_std": False},
     ("trloo/kernelbench", "grpo_turn"): {"algorithm.trloo.baseline": "mean"},
+    ("trloo/kernelbench_14b", "trloo"): {"verl_ext.kernels.stts.iterations": 0},
+    ("trloo/kernelbench_14b", "stts_last"): {
+        "verl_ext.kernels.stts": {"iterations": 10, "turns": 5, "window": 4, "select": "paper"},
+        "data.max_prompt_length": 20480,
+        "data.max_response_length": 8192,
+        f"{VALIDATION}.n": 8,
+    },
     ("hgpo/alfworld", "hgpo_k4"): {
         "algorithm.hgpo.history_length": 4,
         "algorithm.hgpo.mode": "mean_std_norm",
@@ -308,7 +336,10 @@ def overrides(table: Table, cell: Cell) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 @pytest.mark.parametrize(("table", "cell"), CELLS)
-def test_cell_composes_and_is_valid(table: Table, cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cell_composes_and_is_valid(
+    table: Table, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_ext.kernels.cuda.Cuda.lacks", lambda self: "")  # the GPU that the cells are for
     config = compose("ppo_trainer", overrides=overrides(table, cell))
     launch.prepare(config)
     OmegaConf.resolve(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A team of four for the tests of several models, of which one is seldom asked; its sampling is known beforehand."""
+"""A team of five for the tests of several models, of which two are seldom asked; its sampling is known beforehand."""
 
 from __future__ import annotations
 
@@ -35,13 +35,22 @@ def spare(text: str) -> str | None:
     return text or None
 
 
+@agent(role="Guess.")
+def guest(text: str) -> str | None:
+    """Is heard by nobody, and speaks where `spare` does."""
+    return text or None
+
+
 @orchestra("four")
-async def four(task: Task, writer: Any, critic: Any, judge: Any, spare: Any, *, spare_speaks: bool = False) -> float:
+async def four(
+    task: Task, writer: Any, critic: Any, judge: Any, spare: Any, guest: Any, *, spare_speaks: bool = False
+) -> float:
     """A trajectory of three calls; what writer and critic say makes the outcome, hardly ever the same twice."""
     first = await writer(task.messages)
     second = await critic(f"{task.question} {first.text}")
     last = await judge(f"{task.question} {second.text}")
     if spare_speaks:
+        await guest(task.messages)
         await spare(last.text or "nothing")
     return sum(map(ord, first.text + second.text)) % 97 / 97
 

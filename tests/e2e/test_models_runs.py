@@ -84,6 +84,8 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         "models_apart",
         *(f"+verl_ext.models.far.endpoint.{key}={value}" for key, value in far.models()["strong"]["endpoint"].items()),
         "+verl_ext.orchestra.agents.spare.model=far",
+        f"+verl_ext.models.still={{trained: false, model: {{path: {other}}}}}",
+        "+verl_ext.orchestra.agents.guest.model=still",
         "+verl_ext.orchestra.options.spare_speaks=true",
         *(f"+verl_ext.models.{name}.model.path={path}" for name, path in (("twin", lab.model), ("other", other))),
         *(
@@ -119,16 +121,13 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         [
             (r["agent_id"], r["score"], r["advantage"], r["response_tokens"])
             for r in run.rows(1)
-            if r["agent_id"] != "judge"
+            if r["agent_id"] not in ("judge", "guest")
         ]
         for run in (shared, apart)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 8 and any(row[2] for row in rows[0])
-    assert {(r["agent_id"], r["model"]) for r in apart.rows(1)} == {
-        ("writer", "policy"),
-        ("critic", "twin"),
-        ("judge", "other"),
-    }
+    models = {"writer": "policy", "critic": "twin", "judge": "other", "guest": "still"}
+    assert {(r["agent_id"], r["model"]) for r in apart.rows(1)} == set(models.items())
     for agent, model in (("writer", "policy"), ("critic", "twin")):
         part = shared.metrics[1][f"agent/{agent}/grad_norm/mean"]
         assert part > 0 and apart.metrics[1][f"actor/{model}/grad_norm"] == pytest.approx(part, rel=1e-5)
@@ -139,6 +138,13 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     assert shared.metrics[1]["rejection/skipped_updates/count"] == 0
     states = {name: weights(apart, name) for name in ("policy", "twin", "other")}
     assert any(not torch.equal(states["policy"][name], states["twin"][name]) for name in states["policy"])
+
+    # A model that is not trained is served and no more: it has rows, and no engine, metric of one or checkpoint.
+    for step in (1, 2):
+        of_still = {key for key in apart.metrics[step] if "/still" in key and not key.startswith("timing_s")}
+        assert of_still == {f"model/still/{what}" for what in ("rows", "tokens", "agent/guest/rows")}
+        assert apart.metrics[step]["model/still/rows"] == 4
+    assert sorted(one.name for one in (apart.folder / "checkpoints/global_step_2/actor").iterdir()) == sorted(states)
 
     # Each engine has the weights of its own model, and each row is in the words of its own tokenizer.
     for step in (1, 2):
@@ -157,4 +163,4 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     for line in (apart.folder / "rollouts" / "1.jsonl").read_text().splitlines():
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs
-            assert turn["more"]["model"] == {"writer": "policy", "critic": "twin", "judge": "other"}[turn["agent"]]
+            assert turn["more"]["model"] == models[turn["agent"]]

@@ -143,6 +143,22 @@ class TestConfiguration:
                 ["+recipe=[otb,cpu]", "+verl_ext.models.small.model.use_fused_kernels=true"],
                 r"models\.small: otb needs the logits, which fused kernels never form",
             ),
+            (
+                ["+recipe=[otb,cpu]", "+verl_ext.models.small.trained=false"],
+                r"otb needs sum_pi_squared .*models\.small\.trained=false has none\. Set .*small\.actor\.optim\.lr=0",
+            ),
+            (
+                ["+verl_ext.models.small.trained=false", "+algorithm.modifiers.empg=true"],
+                r"empg needs the entropy of every row, which a training engine computes",
+            ),
+            (
+                ["+verl_ext.models.small.trained=false", "+verl_ext.models.small.model.lora_adapter_path=x"],
+                r"small\.trained=false with model\.lora_adapter_path: .*small\.model\.lora_adapter_path=null",
+            ),
+            (
+                ["+verl_ext.models.small.trained=false", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+                r"small\.trained=false: its rows .*Set actor_rollout_ref\.rollout\.calculate_log_probs=true",
+            ),
         ],
     )
     def test_what_cannot_be_is_named_before_ray_starts(self, overrides: list[str], message: str) -> None:
@@ -203,19 +219,21 @@ class TestConfiguration:
             *RUN,
             f"actor_rollout_ref.model.path={tmp_path}",
             "+verl_ext.models.small.model.lora_rank=2",
-            "+verl_ext.models.judge.trained=false",
             "+verl_ext.models.judge.pool.n_gpus_per_node=2",
             "+verl_ext.models.judge.actor.use_kl_loss=true",
+            "+verl_ext.models.frozen.trained=false",
         ]
-        policy, small, judge = command.plan(compose("ppo_trainer", overrides=given))
-        assert [one.name for one in (policy, small, judge)] == ["policy", "small", "judge"]
+        policy, small, judge, frozen = command.plan(compose("ppo_trainer", overrides=given))
+        assert [one.name for one in (policy, small, judge, frozen)] == ["policy", "small", "judge", "frozen"]
         assert [one.gpus for one in (policy, small, judge)] == [1, 1, 2] and judge.pool == "pool_judge"
         assert (policy.weights, policy.gradients, policy.optimiser) == (4 * count, 4 * count, 8 * count)
         assert 0 < small.trainable < count // 2 and small.optimiser == 8 * small.trainable
-        assert (judge.trainable, judge.optimiser, judge.weights) == (0, 0, 4 * 2 * count / 2), "two copies on two GPUs"
+        assert (judge.trainable, judge.weights) == (count, 4 * 2 * count / 2), "two copies on two GPUs"
+        assert (frozen.trainable, frozen.training) == (0, 0) and frozen.engine == policy.engine
+        assert frozen.kv_per_1000 == policy.kv_per_1000
         assert policy.engine == 4 * count and policy.kv_per_1000 == 1000 * 2 * 3 * 2 * 4 * 4
-        shown = command.text([policy, small, judge])
-        assert "pool run: 1 GPU(s), 2 training process(es) a GPU and 2 engine(s)" in shown
+        shown = command.text([policy, small, judge, frozen])
+        assert "pool run: 1 GPU(s), 2 training process(es) a GPU and 3 engine(s)" in shown
         GlobalHydra.instance().clear()  # the command composes by itself
         assert cli.main(["plan-models", "+verl_ext.models.small.modl=1"]) == 1
         assert "small.modl is not a key of a model" in capsys.readouterr().err
@@ -399,6 +417,74 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
 
     members.numbered_rollout(original, 2000)("embedded", "async")(config=Config())
     assert seen["replica_rank"] == 2001 and server_name(2001) == "embedded_server_2001_0"
+
+
+@pytest.mark.usefixtures("verl_configuration")
+@pytest.mark.parametrize("pool", [None, 2])
+def test_a_model_that_is_not_trained_is_servers_alone(
+    monkeypatch: pytest.MonkeyPatch, model: Path, pool: int | None
+) -> None:
+    """verl's own manager and replicas, numbered as those of other models: in the run's pool or in one of their own."""
+    from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
+
+    from verl_ext.integration.models import served
+    from verl_ext.rollout.embedded.replica import EmbeddedReplica
+
+    said: list[Any] = []
+
+    class Server:
+        def __init__(self, replica: Any) -> None:
+            self.number = replica.replica_rank
+
+        def __getattr__(self, name: str) -> Any:
+            async def remote(*args: Any) -> None:
+                said.append((self.number, name, *args))
+
+            return SimpleNamespace(remote=remote)
+
+    async def start(self: Any, resource_pool: Any = "its own") -> None:
+        said.append((self.replica_rank, resource_pool, self.config.load_format, self.config.max_num_seqs))
+        self.servers, self._server_address = [Server(self)], str(self.replica_rank)
+
+    async def no_balancer(self: Any) -> None:
+        self.global_load_balancer = None
+
+    monkeypatch.setattr(EmbeddedReplica, "init_colocated", start)
+    monkeypatch.setattr(EmbeddedReplica, "init_standalone", start)
+    monkeypatch.setattr(LLMServerManager, "_init_global_load_balancer", no_balancer)
+    monkeypatch.setattr(served, "split_resource_pool", lambda of, size: [f"{of}/{size}/{n}" for n in range(4 // size)])
+    made = config(
+        TWO[1].replace("small", "frozen"),
+        "+verl_ext.models.frozen.trained=false",
+        "+verl_ext.models.frozen.rollout.max_num_seqs=5",
+        "actor_rollout_ref.model.lora_rank=8",
+        f"actor_rollout_ref.model.path={model}",
+        "trainer.n_gpus_per_node=4",
+        *([] if pool is None else [f"+verl_ext.models.frozen.pool.n_gpus_per_node={pool}"]),
+        *([] if pool else ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]),
+    )
+    checks.check(made)
+    pools = SimpleNamespace(resource_pool_dict={"global_pool": "run"})
+    run = SimpleNamespace(config=made, resource_pool_manager=pools)
+    (further,) = model_options.of(made)
+    frozen = members.member(further, run, (PPOTrainerColocateAsync,))
+    assert not isinstance(frozen, PPOTrainer) and not hasattr(frozen, "actor_rollout_wg")
+    assert frozen.config.actor_rollout_ref.model.lora_rank == 0
+    frozen._setup()
+    numbers = (1000, 1001)
+    places = [f"run/2/{n}" for n in range(2)] if pool is None else ["its own"] * 2
+    assert said == [
+        *((number, place, "auto", 5) for number, place in zip(numbers, places, strict=True)),
+        *((number, "sleep") for number in numbers),
+    ]
+    assert frozen.tokenizer.eos_token == "w0"
+    assert isinstance(frozen.get_llm_client(), FullyAsyncLLMServerClient), "the client of the run's mode"
+    assert frozen._rollout_server_managers() == [frozen.llm_server_manager]
+    assert frozen._get_n_gpus_for_throughput() == (pool or 4)
+    said.clear()
+    lead.Together([frozen.checkpoint_manager]).update_weights(7)
+    assert said == [(number, *what) for what in (["wake_up"], ["set_global_steps", 7]) for number in numbers]
 
 
 class Saved:

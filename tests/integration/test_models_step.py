@@ -16,8 +16,9 @@ from test_models import TWO
 from test_rejection_part import put_fields
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role, need_reference_policy
+from verl.workers.utils.padding import response_from_nested
 
-from verl_ext.integration import checks, columns, model_options, parts
+from verl_ext.integration import checks, columns, model_options, parts, token_kl
 from verl_ext.integration.models import members
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.side import own_parts
@@ -224,6 +225,32 @@ def test_a_batch_whose_tokens_are_all_of_a_frozen_model_updates_nothing(store: A
     store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
     found = step(trainer_of(store, "dr_mas,mrs,length_lr", "trainer.length_lr.warmup_steps=4", *frozen), store, batch)
     assert found.updates == {"policy": [], "small": []} and found.metrics["length_lr/factor"] == 0.25
+
+
+def test_rows_of_a_model_that_is_not_trained_have_the_log_probabilities_of_their_sampler(store: Any) -> None:
+    rule = [
+        f"++algorithm.{key}" for key in ("rejection.mrs=true", "mrs.level=token", "mrs.lower=0.85", "mrs.upper=1.15")
+    ]
+    frozen, apart = (
+        trainer_of(store, "dr_mas", *rule, f"+verl_ext.models.small.trained={trained}", TWO[1])
+        for trained in ("false", "true")
+    )
+    batch = put(store)
+    found, beside = step(frozen, store, batch), step(apart, store)
+    assert found.updates["small"] == [] and found.masks == beside.masks
+    ((masks, _),), ((as_beside, _),) = found.updates["policy"], beside.updates["policy"]
+    assert masks == as_beside and 0 < sum(map(sum, masks.values())) < sum(map(len, masks.values()))
+    assert found.metrics["model/small/rows"] == 8 and "updates/small/per_batch" not in found.metrics
+    assert found.metrics["rejection/kept_tokens_share"] > beside.metrics["rejection/kept_tokens_share"]
+    own = batch.select_keys([key for key in KEYS if MODELS[key] == "small"])
+    own.extra_info[token_kl.WANTED] = True
+    for method in ("_compute_old_log_prob", "_compute_ref_log_prob"):
+        assert getattr(frozen._members["small"], method)(own, {}) is own
+    sampled = stored(store, own, "rollout_log_probs")
+    assert stored(store, own, "old_log_probs") == stored(store, own, "ref_log_prob") == sampled
+    of_engine = store.kv_batch_get(keys=own.keys, partition_id="train", select_fields=["token_kl", "response_mask"])
+    kl = response_from_nested(of_engine["token_kl"], of_engine["response_mask"])
+    assert [len(row) for row in kl.unbind()] == [LENGTHS[key] for key in own.keys] and not kl.values().any()
 
 
 @pytest.mark.parametrize(

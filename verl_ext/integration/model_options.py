@@ -53,7 +53,7 @@ class Model:
         number: 1, 2, ... in the order of the config; the numbers of its servers follow from it.
         changes: keys of the whole config that differ, with their values.
         pool: ``{n_gpus_per_node, nnodes}`` of its own, or None for the run's.
-        trained: whether it is updated.
+        trained: whether it is updated; without, it is served from its path and has no trainer.
         updates_per_batch: of its rows; None: the run's.
     """
 
@@ -251,6 +251,16 @@ def _check_run(config: Any) -> None:
         )
 
 
+def require_engines(config: Any, who: str, column: str) -> None:
+    """Refuse what needs a column of every row that a training engine computes. Raises OptionError: a model has none."""
+    for model in of(config):
+        if not model.trained:
+            raise OptionError(
+                f"{who} needs {column} of every row, which a training engine computes, and {KEY}.{model.name}.trained="
+                f"false has none. Set {KEY}.{model.name}.actor.optim.lr=0 instead of it, or leave out {who}."
+            )
+
+
 def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
     decoded = [
         key for key in ("validation_data_dir", "rollout_data_dir", "log_val_generations") if select(config.trainer, key)
@@ -264,6 +274,16 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
                 f"{where}.model.{paths[0]} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
                 f"tokenizer there. Use verl_ext.rollouts_dir, which has each row's own, and leave out "
                 f"trainer.{decoded[0]}."
+            )
+        if not model.trained and model.config(config).actor_rollout_ref.model.lora_adapter_path:
+            raise OptionError(
+                f"{where}.trained=false with model.lora_adapter_path: its servers load model.path without an "
+                f"adapter. Merge it into them, and set {where}.model.lora_adapter_path=null."
+            )
+        if not model.trained and not config.actor_rollout_ref.rollout.calculate_log_probs:
+            raise OptionError(
+                f"{where}.trained=false: its rows have the log-probabilities of their sampler alone. Set "
+                "actor_rollout_ref.rollout.calculate_log_probs=true."
             )
         mode = str(model.changes.get("actor_rollout_ref.actor.loss_agg_mode", "token-sum"))
         if loss_scale(config) == "joint" and mode != "token-sum":

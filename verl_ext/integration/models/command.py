@@ -68,10 +68,11 @@ def _plan(model: model_options.Model, config: Any) -> Plan:
     total, trainable, kv = sizes(str(node.model.path), int(node.model.get("lora_rank", 0) or 0), node.model)
     engine_config = node.actor.get("fsdp_config") or {}
     width = BYTES.get(str(select(engine_config, "model_dtype", "fp32")), 4)
-    trainable = trainable if model.trained else 0
     weights, grown = total * width, trainable * width
     if need_reference_policy(config) and trainable in (0, total):  # with adapters the base is the reference
         weights += total * width
+    if not model.trained:  # an engine alone
+        weights = grown = trainable = 0
     wide = BYTES.get(str(node.rollout.dtype), 2)
     return Plan(
         name=model.name,
@@ -135,7 +136,8 @@ def text(plans: list[Plan]) -> str:
         kept = sum(one.training for one in own if not one.offload)
         turn = max((one.training for one in own if one.offload), default=0.0)
         lines += [
-            f"pool {pool}: {own[0].gpus} GPU(s), {len(own)} training process(es) a GPU and {len(own)} engine(s)",
+            f"pool {pool}: {own[0].gpus} GPU(s), {sum(one.training > 0 for one in own)} training process(es) a GPU and "
+            f"{len(own)} engine(s)",
             f"  while agents play: engines {sum(one.engine for one in own) / GIB:.4f}, key-value caches beside them, "
             f"and training state that is not offloaded {kept / GIB:.4f}",
             f"  while a model is updated: {(kept + turn) / GIB:.4f}"

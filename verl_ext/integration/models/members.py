@@ -79,7 +79,12 @@ class MemberMixin(ModelSide):
 
 
 def member(model: model_options.Model, lead: Any, bases: tuple[type, ...]) -> Any:
-    """The trainer of a further model; `bases` begins with verl's trainer class of the run's mode."""
+    """The trainer of a further model, or its servers alone if it is not trained; `bases` begins with verl's trainer
+    class of the run's mode."""
+    if not model.trained:
+        from verl_ext.integration.models.served import Served
+
+        return Served(model, lead, bases[0])
     made = type("Member", (MemberMixin, *bases), {"model": model, "lead": lead, "__module__": __name__})
     return made(lead.config)
 

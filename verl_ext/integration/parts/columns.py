@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_ext.integration import columns
+from verl_ext.integration import columns, model_options
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
@@ -106,6 +106,7 @@ def check_sum_pi_squared(config: Any) -> None:
     """The sum of squared probabilities needs a pass over the old policy's logits. Raises OptionError: there is none, or
     its engine cannot compute it."""
     who = "verl_ext.logit_update" if logit_update_wanted(config) else "otb"
+    model_options.require_engines(config, who, "sum_pi_squared")
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode", False):
         raise OptionError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, select
 from verl_ext.integration.parts.base import Part
@@ -39,6 +40,7 @@ class Modifiers(Part):
         if not cls.wanted(config):
             return []
         options(config)
+        model_options.require_engines(config, "empg", "the entropy")
         if select(select(config.algorithm, "rollout_correction"), "bypass_mode", False):
             raise OptionError(
                 "empg needs the entropy of the old policy, which comes with the old log-probabilities, but "

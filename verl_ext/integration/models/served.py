@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A further model that is never updated (``trained: false``): verl's rollout servers, with weights from disk.
+
+It has no trainer. In the run's pool its servers sleep while other models train, as those of verl's reward models do; in
+a pool of their own they stay awake. Nothing scores its rows: its sampler is its only policy, and its reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from omegaconf import open_dict
+from tensordict import TensorDict
+from verl.checkpoint_engine.base import CheckpointEngineManager
+from verl.single_controller.ray.base import split_resource_pool
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+from verl_ext.integration import checks, model_options, token_kl
+from verl_ext.integration.models import members
+from verl_ext.integration.parts.columns import fetch
+
+
+class Served:
+    """What the lead asks of a model's trainer, for a model without one.
+
+    Args:
+        model: of the config.
+        lead: the run's trainer.
+        trainer: verl's class of the run's mode, which knows the mode's client.
+    """
+
+    def __init__(self, model: model_options.Model, lead: Any, trainer: Any) -> None:
+        self.model, self.lead, self.trainer = model, lead, trainer
+        self.config = model.config(lead.config)
+        checks.complete(self.config)
+        self.use_reference_policy = need_reference_policy(self.config)
+        node, run = self.config.actor_rollout_ref, self.config.trainer
+        with open_dict(self.config):
+            node.rollout.n_gpus_per_node, node.rollout.nnodes = run.n_gpus_per_node, run.nnodes
+            if node.rollout.load_format == "dummy":  # verl's default, for servers that are sent their weights
+                node.rollout.load_format = "auto"
+            node.model.lora_rank = node.model.lora.rank = 0  # of a model that is trained
+
+    def _setup(self) -> None:
+        node, first = self.config.actor_rollout_ref, members.STRIDE * self.model.number
+        self.tokenizer = omega_conf_to_dataclass(node.model).tokenizer
+        replica: Any = get_rollout_replica_class(node.rollout.name)
+        if self.model.pool is None:
+            replica = _sharing(replica, self.lead.resource_pool_manager.resource_pool_dict["global_pool"], first)
+        servers: Any = type("Servers", (LLMServerManager,), {"rollout_replica_class": replica})
+        self.llm_server_manager = servers.create(config=self.config, start_rank=first)
+        self.checkpoint_manager = KeptWeights(
+            omega_conf_to_dataclass(node.rollout.checkpoint_engine), None, self.llm_server_manager.get_replicas()
+        )
+        self.checkpoint_manager.sleep_replicas()
+
+    def get_llm_client(self) -> Any:
+        return self.trainer.get_llm_client(self)
+
+    def _rollout_server_managers(self) -> list[Any]:
+        return [self.llm_server_manager]
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        return int(self.config.trainer.n_gpus_per_node) * int(self.config.trainer.nnodes)
+
+    def own_metrics(self) -> dict[str, float]:
+        return {}
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return batch  # no engine cuts it
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        found = fetch(batch, ["rollout_log_probs"])["rollout_log_probs"]
+        _put(batch, "old_log_probs", found)
+        if batch.extra_info.get(token_kl.WANTED):  # of each token, in an engine's form: one more before the response
+            rows = [torch.zeros(len(row) + 1) for row in found.unbind()]
+            _put(batch, token_kl.COLUMN, torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+        return batch
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        _put(batch, "ref_log_prob", fetch(batch, ["rollout_log_probs"])["rollout_log_probs"])
+        return batch
+
+
+def _put(batch: Any, column: str, rows: torch.Tensor) -> None:
+    """Put a column into verl's store, which returns it if all rows of the run have it."""
+    tq.kv_batch_put(
+        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({column: rows}, batch_size=len(batch))
+    )
+
+
+def _sharing(replica: Any, pool: Any, first: int) -> Any:
+    """A class of verl's replicas whose workers are beside those of training on the GPUs of `pool`."""
+
+    class Sharing(replica):
+        async def init_standalone(self) -> None:
+            await self.init_colocated(split_resource_pool(pool, self.world_size)[self.replica_rank - first])
+
+    return Sharing
+
+
+class KeptWeights(CheckpointEngineManager):
+    """verl's manager of servers that nobody sends weights: an update wakes them and tells them the step."""
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        await self.wake_up_replicas()
+        servers = [server for replica in self.replicas for server in replica.servers]
+        await asyncio.gather(*[server.set_global_steps.remote(global_steps) for server in servers])

@@ -26,7 +26,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from verl_ext.integration import checks, dvp, engine, wraps
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.pruning import Outside, Pruning, hide_outside
+from verl_ext.integration.parts.pruning import Outside, PrunedUpdates, Pruning, hide_outside
 from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
 
@@ -549,7 +549,7 @@ def test_rejected_rows_stay_rejected() -> None:
 
 
 def test_an_engine_that_did_not_prune_is_not_believed() -> None:
-    pruning = Pruning(config())
-    pruning.check_update({engine.OUT_OF_SET_METRIC: 0.0})
+    updates = PrunedUpdates(config())
+    updates.after_update({engine.OUT_OF_SET_METRIC: 0.0})
     with pytest.raises(RuntimeError, match="the training engine has not pruned: the update reported no"):
-        pruning.check_update({"actor/grad_norm": 1.0})
+        updates.after_update({"actor/grad_norm": 1.0})

@@ -116,7 +116,10 @@ class TestConfiguration:
             (["+verl_ext.models.small.rollout.name=vllm"], r"rollout\.name=vllm: several models need the embedded"),
             (["actor_rollout_ref.rollout.name=vllm"], r"several models are served by the embedded engine only"),
             (["trainer.v1.trainer_mode=separate_async"], r"separate_async.* Use sync or colocate_async"),
-            (["+recipe=[dr_mas,dvp,cpu]"], r"dvp: pruning keeps the state of one model\. Leave out the recipe dvp"),
+            (
+                ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
+                r"dvp needs the safe set of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
+            ),
             (["verl_ext.loss_scale=each"], r"loss_scale is 'each'; choose own or joint"),
             (["verl_ext.loss_scale=joint"], r"loss_agg_mode=token-mean.*loss_agg_mode=token-sum"),
             (["+verl_ext.models.other.trained=true"], r"models\.other: no agent of the orchestra solver_verifier asks"),

@@ -4,6 +4,7 @@ the same rows on one model. Workers are stood in for; store, cuts, advantages an
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,15 @@ from test_models import TWO
 from test_rejection_part import put_fields
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role, need_reference_policy
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
-from verl_ext.integration import checks, columns, model_options, parts, token_kl
+from verl_ext.integration import checks, columns, engine, model_options, parts, token_kl
 from verl_ext.integration.models import members
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.side import own_parts
-from verl_ext.integration.parts import rejection
+from verl_ext.integration.parts import pruning, rejection
+from verl_ext.integration.wraps import STRICT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verl_configuration")]  # starts Ray
 
@@ -41,6 +44,8 @@ SAMPLER = {key: -2 * torch.rand(length, generator=GENERATOR) for key, length in 
 TRAINER = {key: row + 0.3 * torch.randn(len(row), generator=GENERATOR) for key, row in SAMPLER.items()}
 SQUARES = {key: torch.rand(length, generator=GENERATOR) for key, length in LENGTHS.items()}
 REWARDS = {key: float(key[0] == "b" or key[2] in "13") for key in KEYS}
+IN_SET = {key: (torch.rand(length, generator=GENERATOR) > 0.3).float() for key, length in LENGTHS.items()}
+MASS = {key: 0.9 + 0.1 * torch.rand(length, generator=GENERATOR) for key, length in LENGTHS.items()}
 WORDS = {"policy": ("\\boxed{1}", "plain"), "small": ("plain", "\\boxed{1}")}
 VOID = {"policy": "1", "small": "2"}
 """The sample of each prompt in which the model says nothing that ends a turn."""
@@ -79,6 +84,8 @@ class Group:
         rows = {"log_probs": TRAINER, "entropy": TRAINER}
         if batch.extra_info.get("calculate_sum_pi_squared"):
             rows["sum_pi_squared"] = SQUARES
+        if batch.extra_info.get(engine.SET_COLUMNS):
+            rows |= {engine.IN_SET: IN_SET, engine.KEPT_MASS: MASS, engine.SET_SIZE: MASS}
         masks = stored(self.store, batch, "response_mask")
         around = {
             name: [torch.nn.functional.pad(of.get(key, torch.zeros(len(mask))), (1, 1)) for key, mask in masks.items()]
@@ -96,6 +103,8 @@ class Group:
         metrics: dict[str, Any] = {"mfu": 0.0, "grad_norm": 1.0}
         if "verl_ext_normalise" in asked:
             metrics["skipped_share"] = [0.5]
+        if asked.get(engine.RHO):
+            metrics[engine.OUT_OF_SET_METRIC] = [0.25]
         if "verl_ext_learning_rate" in asked:
             metrics["lr_factor"] = [asked["verl_ext_learning_rate"]]
         return {"metrics": metrics}
@@ -216,6 +225,34 @@ def test_the_schedule_watches_the_whole_team_and_all_models_are_told_its_factor(
         assert [asked["verl_ext_learning_rate"] for _, asked in updates] == [0.25]
     figures = {key: value for key, value in alone.metrics.items() if key.startswith("length_lr/")}
     assert figures == {key: apart.metrics[key] for key in figures} and figures["length_lr/factor"] == 0.25
+
+
+@pytest.mark.parametrize("method", ["dr_mas", "otb"])
+def test_each_engine_prunes_its_own_rows_as_that_of_one_model(
+    store: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setenv(STRICT, "1")
+    runs = [trainer_of(store, f"{method},dvp", *more) for more in ((), TWO)]
+    for run in runs:
+        (part,) = (one for one in run.parts if isinstance(one, pruning.Pruning))
+        part._guarded = True  # no agent loop has sampled these rows
+        client = LLMServerClient(run.config, None)
+        if run._members:
+            client.verl_ext_clients = {"small": LLMServerClient(run.config, None)}
+        again = pickle.loads(pickle.dumps(part.client(client)))  # as it goes to the agent loops
+        for one in (again, *getattr(again, "verl_ext_clients", {}).values()):
+            assert one._verl_ext_sampler.rho == part.rho > 0
+    alone, apart = (step(run, store) for run in runs)
+    ((masks, asked),) = alone.updates["policy"]
+    assert asked[engine.RHO] > 0 and masks == {key: IN_SET[key].tolist() for key in KEYS} == apart.masks
+    for model in ("policy", "small"):
+        ((own, told),) = apart.updates[model]
+        assert own == {key: mask for key, mask in masks.items() if MODELS[key] == model}
+        assert told[engine.RHO] == asked[engine.RHO]
+        assert apart.metrics[f"actor/{model}/dvp/out_of_set_fraction"] == 0.25
+    assert apart.advantages == alone.advantages and any(map(any, alone.advantages.values()))
+    figures = {key: value for key, value in alone.metrics.items() if key.startswith(("dvp/", "mismatch"))}
+    assert len(figures) > 8 and figures == {key: apart.metrics[key] for key in figures}
 
 
 def test_a_batch_whose_tokens_are_all_of_a_frozen_model_updates_nothing(store: Any) -> None:

@@ -237,7 +237,6 @@ def _check_run(config: Any) -> None:
         "algorithm.kl_ctrl.type=adaptive: it follows the divergence of one model. Set it to fixed": (
             get("algorithm.use_kl_in_reward") and get("algorithm.kl_ctrl.type") == "adaptive"
         ),
-        "dvp: pruning keeps the state of one model. Leave out the recipe dvp": get("dvp") is not None,
     }
     for what, holds in refused.items():
         if holds:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from verl_ext.integration import dvp
 from verl_ext.integration.columns import ActiveBatch, is_trained
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.pruning import PrunedUpdates
 from verl_ext.integration.parts.rejection import RejectionRules, SkippedUpdates
 from verl_ext.integration.parts.updates import Updates
 
@@ -56,4 +58,5 @@ class ModelSide:
 def own_parts(config: Any, trainer: Any) -> tuple[Part, ...]:
     """The parts that a model has for itself."""
     skipped = (SkippedUpdates(config, trainer),) if RejectionRules.wanted(config) else ()
-    return Updates(config, trainer), *skipped
+    pruned = (PrunedUpdates(config, trainer),) if dvp.options(config) is not None else ()
+    return Updates(config, trainer), *skipped, *pruned

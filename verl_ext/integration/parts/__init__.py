@@ -54,6 +54,7 @@ PARTS: tuple[type[Part], ...] = (
     rejection.RejectionRules,  # decides before the advantage on what is trained, takes out of the loss after it
     rejection.SkippedUpdates,
     pruning.Pruning,  # shows the estimators tokens outside the safe set, and hides them again
+    pruning.PrunedUpdates,
     methods.Methods,  # settles the rewards; after the estimator checks what came out
     record.Record,  # what the estimator sees, as it sees it
     modifiers.Modifiers,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import engine, notes
+from verl_ext.integration import engine, model_options, notes
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.dvp import (
     UNNORMALISED,
@@ -69,6 +69,8 @@ class Pruning(Part):
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
+        if options(config) is not None:
+            model_options.require_engines(config, "dvp", "the safe set")
         return check(config)
 
     @property
@@ -77,11 +79,14 @@ class Pruning(Part):
         return None if self.options is None else self.options.rho
 
     def client(self, client: Any) -> Any:
-        """verl's client of the rollout servers, with ``min_p`` on every request."""
+        """verl's client of the rollout servers and those of further models, with ``min_p`` on every request."""
         if self.rho is None:
             return client
         rollout = self.config.actor_rollout_ref.rollout
-        return guard(client, Sampler(self.rho, float(rollout.temperature), float(rollout.val_kwargs.temperature)))
+        sampler = Sampler(self.rho, float(rollout.temperature), float(rollout.val_kwargs.temperature))
+        for further in getattr(client, "verl_ext_clients", {}).values():
+            guard(further, sampler)
+        return guard(client, sampler)
 
     def info(self, what: str) -> dict[str, Any]:
         """What the engine is told with a batch for ``old`` log-probabilities, the ``reference`` or the ``update``."""
@@ -107,9 +112,6 @@ class Pruning(Part):
     def before_update(self, batch: Any) -> Any:
         batch.extra_info.update(self.info("update"))
         return batch
-
-    def after_update(self, metrics: dict[str, Any]) -> None:
-        self.check_update(metrics)
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         self._shown = self.show_outside(data, keys)
@@ -204,9 +206,16 @@ class Pruning(Part):
                 data.batch[name] = torch.where(outside, none, data.batch[name])
         return trained
 
-    def check_update(self, metrics: Mapping[str, Any]) -> None:
-        """Raise unless the actor's engine reports that it pruned in the update. Raises RuntimeError: it does not."""
-        if self.rho is not None and engine.OUT_OF_SET_METRIC not in metrics:
+
+class PrunedUpdates(Part):
+    """Sees to it that an engine has pruned in each update."""
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return options(config) is not None and not model_options.of(config)  # each of several models has its own
+
+    def after_update(self, metrics: dict[str, Any]) -> None:
+        if engine.OUT_OF_SET_METRIC not in metrics:
             raise RuntimeError(_not_pruned(f"the update reported no {engine.OUT_OF_SET_METRIC}"))
 
 

@@ -84,7 +84,7 @@ def member(model: model_options.Model, lead: Any, bases: tuple[type, ...]) -> An
     if not model.trained:
         from verl_ext.integration.models.served import Served
 
-        return Served(model, lead, bases[0])
+        return Served(model, lead, bases[0], STRIDE * model.number)
     made = type("Member", (MemberMixin, *bases), {"model": model, "lead": lead, "__module__": __name__})
     return made(lead.config)
 

@@ -23,7 +23,6 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from verl_ext.integration import checks, model_options, token_kl
-from verl_ext.integration.models import members
 from verl_ext.integration.parts.columns import fetch
 
 
@@ -34,10 +33,11 @@ class Served:
         model: of the config.
         lead: the run's trainer.
         trainer: verl's class of the run's mode, which knows the mode's client.
+        first: number of its first server.
     """
 
-    def __init__(self, model: model_options.Model, lead: Any, trainer: Any) -> None:
-        self.model, self.lead, self.trainer = model, lead, trainer
+    def __init__(self, model: model_options.Model, lead: Any, trainer: Any, first: int) -> None:
+        self.model, self.lead, self.trainer, self.first = model, lead, trainer, first
         self.config = model.config(lead.config)
         checks.complete(self.config)
         self.use_reference_policy = need_reference_policy(self.config)
@@ -49,13 +49,13 @@ class Served:
             node.model.lora_rank = node.model.lora.rank = 0  # of a model that is trained
 
     def _setup(self) -> None:
-        node, first = self.config.actor_rollout_ref, members.STRIDE * self.model.number
+        node = self.config.actor_rollout_ref
         self.tokenizer = omega_conf_to_dataclass(node.model).tokenizer
         replica: Any = get_rollout_replica_class(node.rollout.name)
         if self.model.pool is None:
-            replica = _sharing(replica, self.lead.resource_pool_manager.resource_pool_dict["global_pool"], first)
+            replica = _sharing(replica, self.lead.resource_pool_manager.resource_pool_dict["global_pool"], self.first)
         servers: Any = type("Servers", (LLMServerManager,), {"rollout_replica_class": replica})
-        self.llm_server_manager = servers.create(config=self.config, start_rank=first)
+        self.llm_server_manager = servers.create(config=self.config, start_rank=self.first)
         self.checkpoint_manager = KeptWeights(
             omega_conf_to_dataclass(node.rollout.checkpoint_engine), None, self.llm_server_manager.get_replicas()
         )

@@ -15,7 +15,7 @@ from loops import Scripted, columns_of, config_of, make_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from verl_ext.rollout.environments import EnvironmentUnavailable, data, runner
-from verl_ext.rollout.environments.protocol import EnvironmentFault, reset_result, step_result
+from verl_ext.rollout.environments.protocol import reset_result, step_result
 from verl_ext.rollout.environments.textarena_env import TextArenaGame
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra import textarena_game
@@ -146,28 +146,12 @@ def test_a_game_that_does_not_end_is_lost_by_both(play: Any, keys: dict[str, Any
     assert fields(rows, "failure") == [""] * 3
 
 
-class Breaks(TextArenaGame):
-    """One that the move 8 breaks."""
-
-    def step(self, action: str) -> Any:
-        if action == "8":
-            raise MemoryError("too large a move")
-        return super().step(action)
-
-
-class Broken(TextArenaGame):
-    """One that cannot begin."""
-
-    def reset(self, seed: int) -> Any:
-        raise EnvironmentFault("environment_error", "no board")
-
-
 def test_a_game_that_breaks(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(textarena_game, "GAME", f"{__name__}:Breaks")
+    monkeypatch.setattr(textarena_game, "GAME", "broken_games:Breaks")
     rows, _ = play((acts(0), acts(8)))
     assert fields(rows, "agent_reward") == [0.0, -1.0] and fields(rows, "failure") == ["", ""]
     assert info(rows)["failure_environment_error"] == 1.0
-    monkeypatch.setattr(textarena_game, "GAME", f"{__name__}:Broken")
+    monkeypatch.setattr(textarena_game, "GAME", "broken_games:Broken")
     rows, _ = play(([], []))
     assert fields(rows, "failure") == ["environment_error"] and fields(rows, "valid_row") == [False]
 

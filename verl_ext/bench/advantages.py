@@ -43,7 +43,7 @@ ESTIMATORS = ("trloo", "dr_mas", "hgpo", "gigpo", "maxrl", "otb", "rejection")
 
 #: Tokens that one comparison works through, and the bounds of its number of repetitions.
 TOKENS = 12_000_000
-MIN_REPEATS, MAX_REPEATS = 11, 60
+REPEATS, REPEATS_QUICK = (11, 60), (3, 3)
 #: Sizes of the growth measurement, as rows of GROWTH_LENGTH tokens: 1e5 to 1e8 tokens.
 GROWTH_ROWS = (96, 976, 9_768, 97_656)
 GROWTH_LENGTH = 1024
@@ -125,7 +125,7 @@ def estimators(batch: Batch) -> dict[str, tuple[Callable[[], Any], Callable[[], 
     }
 
 
-def compare_estimators(clock: Clock, shape: tuple[int, int], tools: bool) -> list[Comparison]:
+def compare_estimators(clock: Clock, shape: tuple[int, int], tools: bool, least: int, most: int) -> list[Comparison]:
     batch = make_batch(*shape, tools=tools)
     lines = []
     for name, (ours, theirs, floor) in estimators(batch).items():
@@ -134,14 +134,14 @@ def compare_estimators(clock: Clock, shape: tuple[int, int], tools: bool) -> lis
         tokens = shape[0] * shape[1]
         # verl's estimator takes far longer than the others.
         repeats = TOKENS // tokens // (3 if name.startswith("otb") else 1)
-        repeats = max(MIN_REPEATS, min(MAX_REPEATS, repeats))
+        repeats = max(least, min(most, repeats))
         timed = compare(clock, ours, theirs, repeats)
-        lines.append(Comparison(name + (", tool tokens" if tools else ""), shape, *timed, _floor(clock, floor)))
+        lines.append(Comparison(name + (", tool tokens" if tools else ""), shape, *timed, _floor(clock, floor, least)))
     return lines
 
 
-def _floor(clock: Clock, function: Callable[[], None]) -> float:
-    return compare(clock, function, None, MIN_REPEATS)[0]
+def _floor(clock: Clock, function: Callable[[], None], repeats: int) -> float:
+    return compare(clock, function, None, repeats)[0]
 
 
 def step_cases(
@@ -299,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help="smaller shapes, growth up to 1e7 tokens; for a check")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller shapes, fewer calls, growth to 1e7 tokens; for a check"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     args = parser.parse_args(argv)
     at_least_one(parser, args, "threads")
@@ -307,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = Clock(args.threads)
 
     headline, long = (QUICK_HEADLINE, QUICK_LONG) if args.quick else (HEADLINE, LONG)
+    least, most = REPEATS_QUICK if args.quick else REPEATS
     print(f"torch {torch.__version__}, threads: {args.threads}, {clock.unit}, groups of {GROUP} rows\n{HEADER}")
     lines: list[Comparison] = []
 
@@ -318,19 +321,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in (*headline, *long):
         for tools in (False, True):
             progress(f"estimators at {shape[0]}x{shape[1]}{', tool tokens' if tools else ''}")
-            show(compare_estimators(clock, shape, tools))
+            show(compare_estimators(clock, shape, tools, least, most))
     # The figures of these two are at one published size each, with --quick too.
     progress("hgpo: 16 prompts x 8 trajectories x 50 steps, 512 tokens, K=2")
     calls, floor = step_cases(16, 8, 50, 512)
     for name, call in calls.items():
-        show([Comparison(name, (6400, 512), *compare(clock, call, None, MIN_REPEATS), _floor(clock, floor))])
+        show([Comparison(name, (6400, 512), *compare(clock, call, None, least), _floor(clock, floor, least))])
     progress("all rejection rules together: 1e6 tokens")
     call, floor = rejection_case(1954, 512)
-    show([Comparison("rejection", (1954, 512), *compare(clock, call, None, MIN_REPEATS), _floor(clock, floor))])
+    show([Comparison("rejection", (1954, 512), *compare(clock, call, None, least), _floor(clock, floor, least))])
     progress("losses, forward and backward")
     ours, theirs, floor = kpo_case(256, 4096)
-    kpo = compare(clock, ours, theirs, MIN_REPEATS if args.quick else 11)
-    show([Comparison("kpo against vanilla", (256, 4096), *kpo, _floor(clock, floor))])
+    kpo = compare(clock, ours, theirs, least)
+    show([Comparison("kpo against vanilla", (256, 4096), *kpo, _floor(clock, floor, least))])
 
     progress("a training step")
     of_step = step_seconds_a_token(clock)

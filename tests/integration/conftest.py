@@ -15,14 +15,13 @@ import torch
 @pytest.fixture(scope="module")
 def store() -> Iterator[Any]:
     """verl's store of rollouts in a Ray of its own."""
-    import ray
     import transfer_queue as tq
+    from own_ray import own_ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, address="local")
-    tq.init()
-    yield tq
-    tq.close()
-    ray.shutdown()
+    with own_ray(8, "transfer_queue"):
+        tq.init()
+        yield tq
+        tq.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import ray
+from own_ray import own_ray
 
 from verl_ext.kernels.judge import Judge, Verdict
 from verl_ext.kernels.options import JudgeOptions
@@ -24,9 +24,8 @@ def judge() -> Iterator[Judge]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, address="local")
-    yield
-    ray.shutdown()
+    with own_ray(2, "verl_ext.kernels.pool"):
+        yield
 
 
 def most(judge: Judge, task: Task, text: str, language: str, holds: Callable[[Verdict], bool]) -> Verdict:

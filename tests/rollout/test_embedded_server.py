@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from own_ray import own_ray
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
@@ -505,10 +506,8 @@ def test_options_are_checked():
 def ray_cluster():
     import ray
 
-    # a cluster of its own, whatever else runs on this machine
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray
-    ray.shutdown()
+    with own_ray(2, "verl_ext.rollout.embedded.replica,verl_ext.rollout.embedded.server"):
+        yield ray
 
 
 def actor_model_config(path: str):

@@ -12,9 +12,11 @@ import ray
 from harness import Lab, steps_logged
 from ray._private.state import state
 from ray_nodes import Nodes
+from standing_ray import StandingRay
 from test_separate_async import SEPARATE
 
 from verl_ext.integration.parts import nodes as parts
+from verl_ext.platform import fork_worker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(5400)]
 
@@ -36,10 +38,13 @@ def places(nodes: Nodes) -> dict[str, set[str]]:
 
 
 def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_one_died(
-    lab: Lab, nodes: Nodes
+    lab: Lab, nodes: Nodes, standing_ray: StandingRay
 ) -> None:
     folder, at = lab.root / "cluster", {}
     settings = [*nodes.overrides(folder), *SEPARATE, "trainer.nnodes=2", "trainer.save_freq=1"]
+    # Each node of both runs would do the same imports; of the Ray that stands nothing else is used.
+    variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    settings.append(f"{variables}.{fork_worker.FROM}={standing_ray.found['imports']}")
 
     def lose_one(folder: Path) -> bool:
         if steps_logged(folder) < 2:

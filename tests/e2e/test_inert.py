@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from harness import Lab
+from standing_ray import StandingRay
 
 from verl_ext.platform import fork_worker
 from verl_ext.recipes import recipe_root
@@ -31,12 +32,13 @@ def leaves(node: Any, prefix: str = "") -> Iterator[str]:
             yield f"++{name}={str(value).lower() if isinstance(value, bool) else value}".replace("'", "")
 
 
-def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab) -> None:
+def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab, standing_ray: StandingRay) -> None:
     loops = lab.root / "seeded.yaml"
     loops.write_text("- {name: seeded, _target_: scripted_loops.Seeded}\n")
     recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text())
     environment = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
     environment.update(VERL_PLATFORM="cpu", PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
+    environment[fork_worker.FROM] = standing_ray.found["imports"]  # of what is neither verl nor ours
     overrides = [
         *leaves({key: value for key, value in recipe.items() if key not in ("defaults", "verl_ext")}),
         "algorithm.adv_estimator=grpo",

@@ -27,6 +27,8 @@ IMPORTS = (
 #: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
 #: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
 NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
+#: A word of Hydra: the run's workers are copies of the process with the imports.
+COPIED_WORKERS = f"++ray_kwargs.ray_init.runtime_env.py_executable='{fork_worker.py_executable()}'"
 
 
 class StandingRay:
@@ -50,16 +52,16 @@ class StandingRay:
 
     def command(self) -> list[str]:
         """`python -m verl.trainer.main_ppo` in a copy of the process with the imports, as are the run's workers."""
+        asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], "launchers"), strict=True)]
         start = [sys.executable, "-I", "-S", fork_worker.__file__, str(HERE / "forked_trainer.py")]
-        return [*start, f"++ray_kwargs.ray_init.runtime_env.py_executable='{fork_worker.py_executable()}'"]
+        return ["env", *asks, *start, COPIED_WORKERS]
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
-        """`variables` for the launcher, and through Ray's job for every process of the run."""
+        """`variables` for any launcher, and through Ray's job for every process of the run."""
         job = {"runtime_env": {"env_vars": {**variables, fork_worker.FROM: self.found["imports"]}}}
         return {
             **variables,
             **NO_TOKENS,
-            **dict(zip(ASKS, (self.found["raylet"], "launchers"), strict=True)),
             "RAY_ADDRESS": self.found["address"],
             fork_worker.FROM: self.found["imports"],
             "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),

@@ -4,30 +4,33 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from harness import Run
+from standing_ray import COPIED_WORKERS, StandingRay
 
 from verl_ext.whatif.records import advantages, read
 
 pytestmark = pytest.mark.e2e
 
 
-def demo(out: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+def demo(out: Path, *words: str, ray: StandingRay | None = None) -> str:
+    """In a Ray of its own, as a user's, or in one that stands: what it writes and says is the same."""
+    command = [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words]
+    environment = dict(os.environ)
+    if ray is not None:
+        command.append(COPIED_WORKERS)
+        environment |= ray.environment({"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
+def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path: Path) -> None:
     out = tmp_path / "demo"
     small = ["actor_rollout_ref.rollout.n=2", "trainer.save_freq=1"]
     said = demo(out, "--steps", "2", *small)
@@ -50,7 +53,7 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
     assert dict(zip(record.keys, again, strict=True)) == pytest.approx({row["key"]: row["advantage"] for row in rows})
     assert {"sum_pi_squared", "entropy", "rollout_log_probs"} <= set(record.tokens)
 
-    demo(out, "--steps", "3", *small)
+    demo(out, "--steps", "3", *small, ray=standing_ray)
     metrics = Run(out, 0, 0.0).metrics
     assert sorted(metrics) == [0, 1, 2, 3]
     assert metrics[1]["actor/grad_norm"] == first[1]["actor/grad_norm"]
@@ -65,10 +68,11 @@ def test_demo_writes_its_folder_and_resumes(tmp_path: Path) -> None:
         assert all(reward == 0 for reward in rewards[:-1]) and (rewards[-1] == 1 or len(rewards) == 3)
 
 
-def test_a_team_takes_the_task_of_its_kind(tmp_path: Path) -> None:
+def test_a_team_takes_the_task_of_its_kind(standing_ray: StandingRay, tmp_path: Path) -> None:
     """Dr. MAS without a word on the task: the one of two agents."""
     out = tmp_path / "demo"
-    said = demo(out, "--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=4")
+    words = ["--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=4"]
+    said = demo(out, *words, ray=standing_ray)
     assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
     summary = json.loads((out / "summary.json").read_text())
     agents = summary["agents"]

@@ -22,9 +22,9 @@ from small_searchers import CITIES, EXAMPLE, HILLS, ROLES, build, question  # no
 pytestmark = pytest.mark.e2e
 
 
-def test_the_search_team_trains(standing_lab: Lab) -> None:
+def test_the_search_team_trains(lab: Lab) -> None:
     """Rows of each agent, searches in the index, rewards by exact match and what the transcripts and metrics say."""
-    folder = build(standing_lab.root / "search_team")
+    folder = build(lab.root / "search_team")
     settings = {
         "name": "search",
         "retriever.kind": "bm25",
@@ -35,7 +35,7 @@ def test_the_search_team_trains(standing_lab: Lab) -> None:
         "agents.searcher.examples": "examples.json",
         **{f"agents.{name}.role": role for name, role in ROLES.items()},
     }
-    run = standing_lab.run(
+    run = lab.run(
         "search_team",
         recipe="[dr_mas,cpu]",
         overrides=[

@@ -80,14 +80,26 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     MODELS: {
         "transfer_queue": ("KVBatchMeta.select_keys",),
+        "verl.checkpoint_engine.base": (
+            "CheckpointEngineManager.sleep_replicas",
+            "CheckpointEngineManager.update_weights(global_steps)",
+            "CheckpointEngineManager.wake_up_replicas",
+        ),
         "verl.single_controller.base.decorator": ("Dispatch.ONE_TO_ALL", "register(dispatch_mode)"),
         "verl.single_controller.ray.base": (
             "ResourcePoolManager(resource_pool_spec, mapping, resource_pool_dict, max_colocate_count)",
+            "split_resource_pool(resource_pool, split_size)",
         ),
         "verl.trainer.ppo.utils": ("need_reference_policy",),
         "verl.utils.config": ("validate_config(config, use_reference_policy, use_critic)",),
+        "verl.utils.ray_utils": ("auto_await",),
         "verl.utils.tokenizer.continuous_token_wiring": ("create_continuous_token_builder(hf_model_type)",),
-        "verl.workers.rollout.replica": ("get_rollout_replica_class",),
+        "verl.workers.rollout.llm_server": ("LLMServerManager(start_rank)", "LLMServerManager.get_replicas"),
+        "verl.workers.rollout.replica": (
+            "RolloutReplica.init_colocated(resource_pool)",
+            "RolloutReplica.init_standalone",
+            "get_rollout_replica_class",
+        ),
     },
     LOOPS: {
         "verl.experimental.agent_loop.agent_loop": (

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -306,10 +307,8 @@ def missing(wanted: Iterable[str]) -> list[str]:
     for feature in wanted:
         for module, names in NEEDS[feature].items():
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter(
-                        "ignore"
-                    )  # verl's, of engines that are not installed; the workers say it again
+                # verl's, of engines that are not installed; the workers say it again
+                with warnings.catch_warnings(action="ignore"):
                     owner = importlib.import_module(module)
             except ImportError as error:
                 found.append(f"{feature} needs the module {module} ({error})")
@@ -322,7 +321,7 @@ def missing(wanted: Iterable[str]) -> list[str]:
                 found.append(f"{feature}: {error}")
         for ours, verls in OVERRIDES.get(feature, ()):
             try:
-                check_overrides(_load(ours), _load(verls))
+                check_overrides(pkgutil.resolve_name(ours), pkgutil.resolve_name(verls))
             except (ImportError, AttributeError, wraps.UnsupportedVerl) as error:
                 found.append(f"{feature}: {error}")
     return list(dict.fromkeys(found))
@@ -444,11 +443,6 @@ def _variadic(parameter: inspect.Parameter) -> bool:
 
 def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _name(owner: Any) -> str:

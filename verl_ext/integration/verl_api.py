@@ -307,8 +307,8 @@ def missing(wanted: Iterable[str]) -> list[str]:
     for feature in wanted:
         for module, names in NEEDS[feature].items():
             try:
-                # verl's, of engines that are not installed; the workers say it again
-                with warnings.catch_warnings(action="ignore"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of engines that are not installed; the workers say it again
                     owner = importlib.import_module(module)
             except ImportError as error:
                 found.append(f"{feature} needs the module {module} ({error})")

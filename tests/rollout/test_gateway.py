@@ -192,6 +192,7 @@ def test_rows_are_those_of_the_same_agent_as_an_orchestra(play: Play, tokenizer:
     assert numbers["control_tokens_split"] == 3 and numbers["calls_planner"] == 3
 
 
+@pytest.mark.seconds
 def test_what_an_agent_returns(play: Play) -> None:
     def returning(result: Any) -> Any:
         def agent(task: Any, *, base_url: str, api_key: str, model: str) -> Any:
@@ -387,6 +388,7 @@ def test_requests_that_are_refused_by_name(play: Play) -> None:
     assert row.response_mask == [0] and row.extra_fields["valid_row"] is False and row.reward_score == 1.0
 
 
+@pytest.mark.seconds
 def test_keys_live_as_long_as_their_trajectory(play: Play) -> None:
     doors: list[tuple[str, str]] = []
     late: list[int] = []
@@ -406,6 +408,7 @@ def test_keys_live_as_long_as_their_trajectory(play: Play) -> None:
     assert len({key for _, key in doors}) == 2 and all(urlsplit(url).hostname == "127.0.0.1" for url, _ in doors)
 
 
+@pytest.mark.seconds
 def test_an_agent_that_is_hostile_or_broken_ends_its_own_trajectory_by_name(play: Play) -> None:
     def ends(work: Callable[[str, str], Any], engine: Any = "12", **keys: Any) -> list[AgentLoopOutput]:
         def agent(task: Any, *, base_url: str, api_key: str, model: str) -> Any:
@@ -471,6 +474,7 @@ def test_an_agent_that_is_hostile_or_broken_ends_its_own_trajectory_by_name(play
     assert len(rows) == 20 and rows[0].extra_fields["failure"] == "" and rows[-1].extra_fields["failure"] == "max_calls"
 
 
+@pytest.mark.seconds
 def test_a_body_that_does_not_come_and_an_answer_that_does_not(play: Play, tokenizer: Any) -> None:
     said: list[bytes] = []
 
@@ -505,6 +509,7 @@ def test_an_agent_that_fails_every_time_is_taken_for_a_mistake(play: Play) -> No
         play(agent, times=20)
 
 
+@pytest.mark.seconds
 def test_many_trajectories_side_by_side(play: Play, tokenizer: Any) -> None:
     """Agents that block, ``async`` ones too, hold up neither each other nor the server."""
 
@@ -530,6 +535,7 @@ print(json.dumps(answer["choices"][0]["message"]["content"]))
 """
 
 
+@pytest.mark.seconds
 def test_a_command_of_another_python(play: Play, tmp_path: Path) -> None:
     def ends(program: str, **keys: Any) -> AgentLoopOutput:
         return play([sys.executable, "-S", "-c", program], **keys)[-1]
@@ -558,6 +564,32 @@ def test_a_command_of_another_python(play: Play, tmp_path: Path) -> None:
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < until, "what the command started still lives"
         time.sleep(0.05)
+
+
+@pytest.mark.seconds
+def test_a_command_in_the_sandbox(play: Play, tmp_path: Path) -> None:
+    """It reaches the gateway and nothing else, and what it starts ends with it."""
+
+    def ends(program: str) -> AgentLoopOutput:
+        return play([sys.executable, "-S", "-c", program], cage="required")[-1]
+
+    assert ends(PROGRAM).reward_score == 1.0
+    secret, mark = tmp_path / "secret", tmp_path / "mark"
+    secret.write_text("1.0")
+    for program, detail in (
+        (f"print(open({str(secret)!r}).read())", "PermissionError"),
+        (f"open({str(mark)!r}, 'w')", "PermissionError"),
+        ("import subprocess; subprocess.Popen(['sleep', '20'], start_new_session=True)", "Operation not permitted"),
+    ):
+        row = ends(program)
+        assert row.extra_fields["failure"] == "agent_error" and detail in row.extra_fields["failure_detail"]
+    left = "import subprocess\nprint(subprocess.Popen(['sleep', '3600']).pid)"
+    state = Path(f"/proc/{int(ends(left).reward_score)}/stat")
+    until = time.monotonic() + 120
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < until, "what the command started still lives"
+        time.sleep(0.05)
+    assert not mark.exists()
 
 
 # ---- clients that others wrote, in an environment of their own ----
@@ -676,6 +708,7 @@ def test_the_workforce_of_owl_solves_a_task(
     assert part.metrics == {"rollout/rows_of_other_agents": 7}
 
 
+@pytest.mark.seconds
 def test_the_file_of_the_example_plays_here_and_against_any_server(play: Play, tokenizer: Any) -> None:
     path = ROOT / "examples" / "gateway" / "agent.py"
     solve = runpy.run_path(str(path))["solve"]
@@ -695,6 +728,7 @@ def test_the_file_of_the_example_plays_here_and_against_any_server(play: Play, t
 # ---- settings ----
 
 
+@pytest.mark.seconds
 def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def agent(task, *, base_url, api_key, model):\n    return 1.0\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
@@ -729,6 +763,8 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
         "verl_ext.gateway.max_calls=0": "max_calls is 0",
         "verl_ext.gateway.call_timeout_s=0": "call_timeout_s is 0",
         "verl_ext.gateway.sampling=other": "sampling is 'other'",
+        "verl_ext.gateway.cage=required": "cage=required is for a command",
+        "verl_ext.gateway.readable=[/no/such/file]": "readable names /no/such/file",
         "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run serves policy",
         "+verl_ext.gateway.agents={planner:{tokens:3}}": "agents.planner is",
         "+verl_ext.gateway.agents={planner:{max_tokens:0}}": "max_tokens is 0",

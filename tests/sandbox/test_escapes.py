@@ -63,11 +63,13 @@ def test_there_are_enough() -> None:
     assert len(ATTEMPTS) >= 75 and len(TWINS) >= 65
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_nothing_gets_out(sandbox: Sandbox, room: Room, name: str) -> None:
     assert escaped(sandbox, name, room) == ""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", TWINS)
 def test_it_would_without_a_cage(room: Room, name: str) -> None:
     assert alone(name, room) != ""
@@ -80,6 +82,7 @@ def test_what_cannot_be_shown_is_denied_by_name(sandbox: Sandbox, room: Room, na
     assert caught.value.reason == "error"
 
 
+@pytest.mark.seconds
 def test_rlimits_alone_hold_what_they_are_for(room: Room) -> None:
     with Sandbox(Limits(memory_mb=MEMORY_MB), "rlimits") as sandbox:
         for name in ("take_memory", "take_descriptors", "go_on_after_the_time", "sleep_past_the_time", "leave_a_child"):

@@ -108,6 +108,7 @@ def test_arguments_that_are_no_json_are_refused(sandbox: Sandbox) -> None:
         sandbox.submit("functions:add", timeout_s=0)
 
 
+@pytest.mark.seconds
 def test_time_is_that_of_the_processor_and_patience_that_of_the_clock(sandbox: Sandbox) -> None:
     with Sandbox(Limits(patience=100.0), "required") as patient:
         assert patient.run("functions:sleep", 0.6, timeout_s=0.5) == 0.6
@@ -115,6 +116,7 @@ def test_time_is_that_of_the_processor_and_patience_that_of_the_clock(sandbox: S
     assert reason(sandbox, "burn", 60.0, timeout_s=0.2).startswith("timeout: no value after 0.2 s")
 
 
+@pytest.mark.seconds
 def test_waiting_for_a_processor_is_not_on_the_clock() -> None:
     """Eight calls share one: each takes 2.4 s on a clock that it may use for 1 s."""
     processors = os.sched_getaffinity(0)
@@ -128,6 +130,7 @@ def test_waiting_for_a_processor_is_not_on_the_clock() -> None:
         os.sched_setaffinity(0, processors)
 
 
+@pytest.mark.seconds
 def test_slow_calls_hold_their_own_place_only(sandbox: Sandbox) -> None:
     slow = [sandbox.submit("functions:burn", 600.0, timeout_s=600.0) for _ in range(3)]
     assert [sandbox.run("functions:add", n, timeout_s=60) for n in range(5)] == list(range(5))
@@ -136,6 +139,7 @@ def test_slow_calls_hold_their_own_place_only(sandbox: Sandbox) -> None:
     assert all(isinstance(one.exception(), SandboxError) for one in late)
 
 
+@pytest.mark.seconds
 def test_more_calls_than_places_wait_without_their_clock(sandbox: Sandbox) -> None:
     """Four places: the last of 120 begin after 3 s or more, when 0.8 s with a patience of 3 would be over."""
     slow = [sandbox.submit("functions:sleep", 0.1, timeout_s=0.8) for _ in range(120)]
@@ -345,6 +349,7 @@ with Room() as room, Sandbox(Limits(memory_mb=MEMORY_MB), sys.argv[2]) as sandbo
 """
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("level", ["required", "auto"])
 def test_an_ordinary_user_is_held_too(level: str) -> None:
     command = [sys.executable, "-c", ZYGOTE_SEES, HERE, level]

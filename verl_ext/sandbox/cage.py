@@ -96,24 +96,51 @@ arch_prctl=158/- exit=60/93 exit_group=231/94 umask=95/166
 """
 # What a GPU's driver and its compilers need besides, where there is a scratch folder.
 _DEVICE_CALLS = """
-ioctl=16/29 clone=56/220 clone3=435/435 fork=57/- vfork=58/- execve=59/221 wait4=61/260 waitid=247/95 eventfd2=290/19
+ioctl=16/29 fork=57/- vfork=58/- execve=59/221 wait4=61/260 waitid=247/95 eventfd2=290/19
 memfd_create=319/279 ftruncate=77/46 statfs=137/43 fstatfs=138/44 flock=73/32 mlock=149/228 munlock=150/229
 mbind=237/235 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/-
 renameat=264/38 renameat2=316/276
 """
+# What whole programs need besides those: connections, events, files of their own.
+_PROGRAM_CALLS = """
+connect=42/203 recvfrom=45/207 recvmsg=47/212 recvmmsg=299/243 shutdown=48/210 getsockname=51/204 getpeername=52/205
+socketpair=53/199 setsockopt=54/208 getsockopt=55/209 sendfile=40/71 splice=275/76 tee=276/77 copy_file_range=326/285
+epoll_create=213/- epoll_create1=291/20 epoll_ctl=233/21 epoll_wait=232/- epoll_pwait=281/22 epoll_pwait2=441/441
+timerfd_create=283/85 timerfd_settime=286/86 timerfd_gettime=287/87 signalfd4=289/74 eventfd=284/- pause=34/-
+rt_sigpending=127/136 rt_sigsuspend=130/133 rt_sigtimedwait=128/137
+inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28 preadv=295/69 pwritev=296/70 preadv2=327/286
+pwritev2=328/287 creat=85/- truncate=76/45 fallocate=285/47 fsync=74/82 fdatasync=75/83 link=86/- linkat=265/37
+symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime=132/-
+utimes=235/- chdir=80/49 fchdir=81/50 getpgid=121/155 getpgrp=111/- getsid=124/156 setrlimit=160/164 prlimit64=302/261
+prctl=157/167 getpriority=140/141 setpriority=141/140 sched_setaffinity=203/122 sched_getparam=143/121
+sched_getscheduler=145/120 sched_get_priority_max=146/125 sched_get_priority_min=147/126 capget=125/90
+"""
+# Where Landlock keeps signals inside (version 6).
+_SIGNAL_CALLS = (
+    "kill=62/129 tkill=200/130 tgkill=234/131 rt_sigqueueinfo=129/138 pidfd_open=434/434 pidfd_send_signal=424/424"
+)
+MORE = {"": "", "device": _DEVICE_CALLS + "clone=56/220 clone3=435/435", "program": _DEVICE_CALLS + _PROGRAM_CALLS}
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
-_PRLIMIT = (302, 261)
+# F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
+_PROGRAM_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
+_PRLIMIT, _CLONE, _CLONE3 = (302, 261), (56, 220), (435, 435)
+_SOCKET, _SENDTO, _SENDMSG, _SENDMMSG = (41, 198), (44, 206), (46, 211), (307, 269)
+_STREAMS = (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)  # SOCK_STREAM, with SOCK_NONBLOCK, SOCK_CLOEXEC, both
+_NAMESPACES, _FAST_OPEN = 0x7E020000, 0x20000000  # CLONE_NEW*; MSG_FASTOPEN, which connects past Landlock
 
-# Opcodes of classic BPF: load a word of the call's description, compare, return.
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
+# Opcodes of classic BPF: load a word of the call's description, compare, test bits, return.
+_LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
 
-def allowed_calls(machine: str, device: bool = False) -> dict[str, int]:
-    """System calls that are allowed whatever their arguments, by name; for `machine` ``x86_64`` or ``aarch64``."""
+def allowed_calls(machine: str, more: str = "") -> dict[str, int]:
+    """System calls that are allowed whatever their arguments, by name; for `machine` ``x86_64`` or ``aarch64``, and
+    what `more` of `MORE` needs besides.
+    """
     column = list(_AUDIT_ARCH).index(machine)
     calls = {}
-    for entry in (_CALLS + _DEVICE_CALLS * device).split():
+    signals = _SIGNAL_CALLS if more == "program" and landlock_version() >= 6 else ""
+    for entry in (_CALLS + MORE[more] + signals).split():
         name, _, numbers = entry.partition("=")
         number = numbers.split("/")[column]
         if number != "-":
@@ -121,8 +148,10 @@ def allowed_calls(machine: str, device: bool = False) -> dict[str, int]:
     return calls
 
 
-def seccomp_program(machine: str, device: bool = False) -> bytes:
-    """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each."""
+def seccomp_program(machine: str, more: str = "") -> bytes:
+    """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each. A program may besides make
+    TCP sockets, and processes in its own namespaces.
+    """
 
     def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
@@ -139,9 +168,25 @@ def seccomp_program(machine: str, device: bool = False) -> bytes:
     allow, deny, kill = (instruction(_RETURN, verdict) for verdict in (_ALLOW, _DENY, _KILL))
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
-    for number in sorted(allowed_calls(machine, device).values()):
+    if more == "program":
+
+        def without(index: int, bits: int) -> list[bytes]:
+            return [argument(index), instruction(_BITS, bits, 0, 1), deny, allow]
+
+        # glibc takes the older call where the newer is not there
+        program += when(_CLONE3[column], instruction(_RETURN, 0x00050000 | errno.ENOSYS))
+        program += when(_CLONE[column], *without(0, _NAMESPACES))
+        for call, index in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
+            program += when(call[column], *without(index, _FAST_OPEN))
+        # The protocol is TCP's or the default, which is: Landlock does not see those of others.
+        protocol = [argument(2), *when(0, allow), *when(6, allow), deny]
+        streams = [argument(1), *[step for kind in _STREAMS for step in when(kind, *protocol)], deny]
+        internet = [instruction(_EQUAL, 2, 1, 0), instruction(_EQUAL, 10, 0, len(streams)), *streams]
+        program += when(_SOCKET[column], argument(0), *internet, deny)
+    for number in sorted(allowed_calls(machine, more).values()):
         program += when(number, allow)
-    commands = [step for command in _FCNTL_COMMANDS for step in when(command, allow)]
+    fcntl = _FCNTL_COMMANDS + _PROGRAM_FCNTL * (more == "program")
+    commands = [step for command in fcntl for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
     # prlimit with no new limit: both halves of the pointer are 0
     program += when(_PRLIMIT[column], argument(2), *when(0, argument(2, 1), *when(0, allow)), deny)
@@ -161,11 +206,11 @@ def has_seccomp() -> bool:
 # --- Landlock -----------------------------------------------------------------------------------------------------
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all architectures
-_RUN, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 1 << 1, 1 << 2, 1 << 3
-_DEVICE = _READ_FILE | _WRITE_FILE | 1 << 15  # the last: ioctl
-_SCRATCH = _WRITE_FILE | _READ_FILE | _READ_DIR | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
+RUN, WRITE_FILE, READ_FILE, READ_DIR = 1, 1 << 1, 1 << 2, 1 << 3
+DEVICE = READ_FILE | WRITE_FILE | 1 << 15  # the last: ioctl
+SCRATCH = WRITE_FILE | READ_FILE | READ_DIR | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 """Remove folders and files, make folders and files, move and cut files."""
-_OF_FILES = _RUN | _DEVICE | 1 << 14
+_OF_FILES = RUN | DEVICE | 1 << 14
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """How many rights on files a version knows, from 5 on 16. All are taken away; those not named are given to nobody."""
 
@@ -175,12 +220,13 @@ def landlock_version() -> int:
     return max(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)), 0)
 
 
-def landlock_rules(readable: Iterable[str], more: Iterable[tuple[str, int]] = ()) -> int:
+def landlock_rules(readable: Iterable[str], more: Iterable[tuple[str, int]] = (), port: int = 0) -> int:
     """A descriptor of rules: `readable` files and folders can be read, nothing else, and nothing written or run.
 
     Args:
         readable: paths.
         more: further paths with other rights.
+        port: TCP port, of any host, that can be connected to; 0: none.
 
     Raises:
         CageError: the kernel has no Landlock, or refused a rule.
@@ -192,7 +238,7 @@ def landlock_rules(readable: Iterable[str], more: Iterable[tuple[str, int]] = ()
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = _libc.syscall(_LANDLOCK_CREATE, rights, ctypes.c_size_t(size), ctypes.c_uint32(0))
     _check(ruleset, "landlock_create_ruleset")
-    for path, allowed in [*((path, _READ_FILE | _READ_DIR) for path in readable), *more]:
+    for path, allowed in [*((path, READ_FILE | READ_DIR) for path in readable), *more]:
         try:
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # a library folder that this machine has not
@@ -201,6 +247,9 @@ def landlock_rules(readable: Iterable[str], more: Iterable[tuple[str, int]] = ()
         added = _libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
         _check(added, f"landlock_add_rule {path}")
         os.close(parent)
+    if port:
+        added = _libc.syscall(_LANDLOCK_ADD, ruleset, 2, struct.pack("=QQ", 2, port), ctypes.c_uint32(0))
+        _check(added, f"landlock_add_rule port {port}")
     return ruleset
 
 
@@ -218,13 +267,10 @@ def device_paths(scratch: str) -> list[tuple[str, int]]:
     devices = [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*")]
     programs = ["/usr", "/bin", "/lib", "/lib64", sysconfig.get_paths()["platlib"]]
     return [
-        *((path, _DEVICE) for path in [*devices, "/dev/null"] if not os.path.isdir(path)),
-        *((os.path.realpath(path), _RUN | _READ_FILE | _READ_DIR) for path in programs),
-        *(
-            (path, _READ_FILE | _READ_DIR)
-            for path in ("/proc", "/sys", "/etc/OpenCL", sysconfig.get_paths()["include"])
-        ),
-        (scratch, _SCRATCH),
+        *((path, DEVICE) for path in [*devices, "/dev/null"] if not os.path.isdir(path)),
+        *((os.path.realpath(path), RUN | READ_FILE | READ_DIR) for path in programs),
+        *((path, READ_FILE | READ_DIR) for path in ("/proc", "/sys", "/etc/OpenCL", sysconfig.get_paths()["include"])),
+        (scratch, SCRATCH),
     ]
 
 
@@ -234,6 +280,12 @@ def device_paths(scratch: str) -> list[tuple[str, int]]:
 def drop_capabilities() -> None:
     """Give up all capabilities of this process, root's included."""
     _check(_libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
+
+
+def give_up_privileges() -> None:
+    """Give up all capabilities, those that a program could bring included."""
+    drop_capabilities()
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, None, 0, 0), "no_new_privs")
 
 
 def die_with_parent() -> None:
@@ -265,9 +317,7 @@ class Cage:
         if level == "rlimits":
             return
         self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
-        program = seccomp_program(platform.machine(), bool(scratch))
-        self._instructions = ctypes.create_string_buffer(program)
-        self._filter = struct.pack("@HP", len(program) // 8, ctypes.addressof(self._instructions))
+        self._program = seccomp_program(platform.machine(), "device" if scratch else "")
 
     def enter(self, result: int, cpu_s: float, more: Sequence[int] = ()) -> None:
         """Shut this process in, for ever. It must have been forked for one call, and have one thread.
@@ -300,22 +350,26 @@ class Cage:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        drop_capabilities()
-        _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, None, 0, 0), "no_new_privs")
-        if self._rules is None:
-            return
-        _check(_libc.syscall(_LANDLOCK_RESTRICT, self._rules, ctypes.c_uint32(0)), "landlock_restrict_self")
-        os.close(self._rules)
-        _check(_libc.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0), "seccomp")
-        self._prove()
+        give_up_privileges()
+        if self._rules is not None:
+            close(self._rules, self._program)
 
-    @staticmethod
-    def _prove() -> None:
-        try:
-            os.close(os.open("/", os.O_RDONLY))
-        except PermissionError:
-            pass
-        else:
-            raise CageError("Landlock is in force and the root folder can be read all the same")
-        if _libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
-            raise CageError("the seccomp filter is in force and a socket can be made all the same")
+
+def close(rules: int, program: bytes) -> None:
+    """Put rules of Landlock and a seccomp filter into force for this process, which has given up new privileges.
+
+    Raises CageError: what they forbid, a look at the root folder and a socket of Unix, works or could not be forbidden.
+    """
+    _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)), "landlock_restrict_self")
+    os.close(rules)
+    instructions = ctypes.create_string_buffer(program)
+    packed = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    _check(_libc.prctl(_PR_SET_SECCOMP, 2, packed, 0, 0), "seccomp")
+    try:
+        os.close(os.open("/", os.O_RDONLY))
+    except PermissionError:
+        pass
+    else:
+        raise CageError("Landlock is in force and the root folder can be read all the same")
+    if _libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
+        raise CageError("the seccomp filter is in force and a socket can be made all the same")

@@ -10,6 +10,7 @@ import time
 from verl_ext.sandbox import escapes
 from verl_ext.sandbox.cage import LEVELS, CageError, Limits, has_seccomp, landlock_version
 from verl_ext.sandbox.pool import Sandbox, SandboxError
+from verl_ext.sandbox.program import PORTS
 from verl_ext.sandbox.shell import bubblewrap, has_cgroup
 
 
@@ -25,7 +26,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. 0: nothing got out of any cage but ``rlimits``; 1: something did, or a cage is missing."""
     print(f"Landlock    {f'version {landlock_version()}' if landlock_version() else 'missing'}")
-    for name, has in (("seccomp", has_seccomp()), ("bubblewrap", bubblewrap()), ("cgroup", has_cgroup())):
+    layers = {"seccomp": has_seccomp(), "bubblewrap": bubblewrap(), "cgroup": has_cgroup()}
+    for name, has in {**layers, "programs": landlock_version() >= PORTS and has_seccomp()}.items():
         print(f"{name:<11} {'yes' if has else 'missing'}")
     held = True
     for cage in args.cage or ("required", "auto", "rlimits"):

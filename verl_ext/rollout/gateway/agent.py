@@ -18,9 +18,12 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from verl_ext.rollout.gateway.settings import GatewaySettings
 from verl_ext.rollout.orchestra.agents import OrchestraFailure
 from verl_ext.rollout.orchestra.core import Outcome, Task, Team
+from verl_ext.sandbox.program import ProgramCage
 
 AGENT_ERROR = "agent_error"  # the agent raised, ended with an exit code, or gave no result that can be used
 AGENT_TIMEOUT = "agent_timeout"  # no end within agent_timeout_s
@@ -114,19 +117,45 @@ class Said(asyncio.SubprocessProtocol):
         return self.ends[fd].decode("utf-8", "replace")
 
 
-async def run_command(command: Sequence[str], task: Mapping[str, Any], door: Door, max_bytes: int) -> Any:
-    """The result of a command: the last line of its standard output, as JSON. It is killed when this is cancelled.
+async def run_command(chosen: GatewaySettings, task: Mapping[str, Any], door: Door) -> Any:
+    """The result of ``verl_ext.gateway.command``: the last line of its standard output, as JSON. It is killed when this
+    is cancelled.
 
     Raises OrchestraFailure: it can't be started, failed, wrote too much, or its last line is no JSON.
     """
+    command = chosen.command or ()
     named = {"OPENAI_BASE_URL": door.base_url, "OPENAI_API_KEY": door.api_key, "OPENAI_MODEL": door.model}
-    said = Said(max_bytes)
+    place: contextlib.AbstractContextManager[tuple[Sequence[str], Mapping[str, str]]]
+    place = contextlib.nullcontext((command, os.environ))
+    if chosen.cage == "required":
+        place = ProgramCage(urlsplit(door.base_url).port or 80, chosen.readable, chosen.memory_mb).command(command)
+    with place as (line, environment):
+        try:
+            code, said = await _to_its_end(line, {**environment, **named}, task, chosen.max_bytes)
+        except OSError as error:
+            raise OrchestraFailure(AGENT_ERROR, f"{command[0]} can't be started: {error}") from error
+    if said.too_much:
+        raise OrchestraFailure(MAX_BYTES, f"the command wrote more than verl_ext.gateway.max_bytes={chosen.max_bytes}")
+    if code != 0:
+        raise OrchestraFailure(AGENT_ERROR, f"{command[0]} ended with code {code}: {said.text(2)[-2000:].strip()}")
+    lines = [line for line in said.text(1).splitlines() if line.strip()]
     try:
-        process, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: said, *command, env={**os.environ, **named}, start_new_session=True
-        )
-    except OSError as error:
-        raise OrchestraFailure(AGENT_ERROR, f"{command[0]} can't be started: {error}") from error
+        return json.loads(lines[-1])
+    except (IndexError, ValueError, RecursionError) as error:
+        last = lines[-1][:200] if lines else "nothing"
+        raise OrchestraFailure(
+            AGENT_ERROR, f"the last line that {command[0]} wrote must be its result as JSON; it is {last}"
+        ) from error
+
+
+async def _to_its_end(
+    line: Sequence[str], environment: Mapping[str, str], task: Mapping[str, Any], max_bytes: int
+) -> tuple[int | None, Said]:
+    """The exit code of a program that is given the task, and what it has said; its process group is gone then."""
+    said = Said(max_bytes)
+    process, _ = await asyncio.get_running_loop().subprocess_exec(
+        lambda: said, *line, env=environment, start_new_session=True
+    )
     try:
         stdin: Any = process.get_pipe_transport(0)
         stdin.write(json.dumps(task, default=_plain).encode() + b"\n")  # it need not read its task
@@ -140,19 +169,7 @@ async def run_command(command: Sequence[str], task: Mapping[str, Any], door: Doo
             os.killpg(process.get_pid(), signal.SIGKILL)  # also what it has left behind
         process.close()
         await said.ended.wait()
-    if said.too_much:
-        raise OrchestraFailure(MAX_BYTES, f"the command wrote more than verl_ext.gateway.max_bytes={max_bytes}")
-    code, complained = process.get_returncode(), said.text(2)
-    if code != 0:
-        raise OrchestraFailure(AGENT_ERROR, f"{command[0]} ended with code {code}: {complained[-2000:].strip()}")
-    lines = [line for line in said.text(1).splitlines() if line.strip()]
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError, RecursionError) as error:
-        last = lines[-1][:200] if lines else "nothing"
-        raise OrchestraFailure(
-            AGENT_ERROR, f"the last line that {command[0]} wrote must be its result as JSON; it is {last}"
-        ) from error
+    return process.get_returncode(), said
 
 
 def _plain(value: Any) -> Any:

@@ -129,7 +129,7 @@ class GatewayLoop(OrchestraLoop):
     async def _run_agent(self, task: Mapping[str, Any], door: Door) -> Any:
         chosen = self.settings
         if chosen.command:
-            return await run_command(chosen.command, task, door, chosen.max_bytes)
+            return await run_command(chosen, task, door)
         playing = Playing(settings.load(chosen.agent or ""), task, door)
         try:
             return await threads(self.config, "agents").run(playing.run)

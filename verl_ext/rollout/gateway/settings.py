@@ -15,6 +15,7 @@ from verl_ext.integration.options import OptionError, coerce, select
 from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.orchestra.agents import POLICY
 from verl_ext.rollout.orchestra.settings import Limits
+from verl_ext.sandbox import program
 
 WHERE = "verl_ext.gateway"
 
@@ -42,6 +43,9 @@ class GatewaySettings(Limits):
     Attributes:
         agent: the agent, ``pkg.module:function`` or ``path/to/file.py:function``.
         command: in its place a program and its arguments, which gets the task as JSON on standard input.
+        cage: ``required`` starts the command in the sandbox (`verl_ext.sandbox.program`), ``none`` beside the run.
+        readable: files and folders that a command in the sandbox may read and run besides.
+        memory_mb: MiB that a command in the sandbox may use.
         agent_id: the name that the agent is given as its ``model``; the row field ``agent_id``.
         agents: agents by name with ``max_tokens`` and ``model`` of each, see `Named`; if any is named, requests of
             others are refused.
@@ -55,6 +59,9 @@ class GatewaySettings(Limits):
 
     agent: str | None = None
     command: tuple[str, ...] | None = None
+    cage: Literal["none", "required"] = "none"
+    readable: tuple[str, ...] = ()
+    memory_mb: AtLeastOne = 4096
     agent_id: str = "agent"
     agents: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
@@ -76,6 +83,11 @@ class GatewaySettings(Limits):
                 "agent is the agent's function (pkg.module:function, or file.py:function), command a program in its "
                 f"place; set one of them ({'both are set' if self.agent else 'none is'})."
             )
+        if self.cage == "required" and not self.command:
+            raise ValueError("cage=required is for a command; a function runs in the worker. Give it as a command.")
+        for path in self.readable:
+            if not Path(path).exists():
+                raise ValueError(f"readable names {path}, which is not there.")
         if self.agent is not None and not all(self.agent.rpartition(":")[::2]):
             raise ValueError(f"agent is {self.agent!r}; give pkg.module:function or path/to/file.py:function.")
         for name in (self.agent_id, *self.agents):
@@ -147,6 +159,13 @@ def check(config: Any) -> None:
     settings = read(config)
     if settings.agent is not None:
         load(settings.agent)
+    if settings.cage == "required":
+        try:
+            program.check()
+        except program.CageError as error:
+            raise OptionError(
+                f"{WHERE}.cage=required: {error}. cage=none runs the command with your rights."
+            ) from error
     served = [POLICY, *(model.name for model in model_options.of(config))]
     asked = {name: settings.named(name).model for name in settings.agents}
     for name, model in asked.items():

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole program in the cage: one that runs what a model writes, such as an agent with a terminal.
+
+It may start programs of the system and of its own environment, has one folder to write in, and reaches one TCP port.
+Everything else is closed to it and to all that it starts: other files and ports, Unix sockets, UDP, signals to others,
+sessions and process groups of its own (so that killing its group leaves nothing behind), namespaces, capabilities.
+Where a cgroup can be made it bounds memory and processes of all together; else memory is bounded for each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.sandbox import cage
+from verl_ext.sandbox.cage import CageError
+from verl_ext.sandbox.shell import Cgroup
+
+PORTS = 4
+"""The version of Landlock that has rules for ports."""
+PROCESSES = 256
+"""Processes and threads of one program, where a cgroup can be made."""
+WRITTEN_MB = 1024
+"""Largest file."""
+_FILES = (
+    "ssl",
+    "ca-certificates",
+    "passwd",
+    "group",
+    "hosts",
+    "nsswitch.conf",
+    "localtime",
+    "mime.types",
+    "alternatives",
+)
+_BOOT = (
+    "import json, sys; root, settings = json.loads(sys.argv[1]); sys.path.append(root); "
+    "from verl_ext.sandbox import program; program.main(settings, sys.argv[2:])"
+)
+
+
+def check() -> None:
+    """Raises CageError: this machine has no cage for programs; the message says what is missing."""
+    if cage.landlock_version() < PORTS or not cage.has_seccomp():
+        raise CageError(
+            f"a program in the cage needs seccomp and rules for ports (Linux 6.7, Landlock {PORTS}); this is "
+            f"Linux {platform.release()}, Landlock {cage.landlock_version()}"
+        )
+
+
+@dataclass(frozen=True)
+class ProgramCage:
+    """The cage of one program.
+
+    Attributes:
+        port: TCP port that it may connect to. Landlock knows ports and no hosts: it is open on every host.
+        readable: files and folders that it may read, and run, beside the system's, its own environment (if its
+            interpreter is in one) and those that its command names.
+        memory_mb: MiB of all its processes together in a cgroup, else of the data of each.
+    """
+
+    port: int
+    readable: tuple[str, ...] = ()
+    memory_mb: int = 4096
+
+    @contextlib.contextmanager
+    def command(self, words: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+        """A command line that runs this one in the cage, and its environment; its folder goes with the context.
+
+        Files that are named relative to this folder are found from there, too. What fails before the program runs
+        ends with code 126 and says why.
+        """
+        scratch = tempfile.mkdtemp(prefix="verl_ext_program_")
+        cgroup = Cgroup(self.memory_mb << 20, PROCESSES)
+        program = shutil.which(words[0]) or words[0]
+        line = [program, *(os.path.abspath(word) if os.path.exists(word) else word for word in words[1:])]
+        named = [word for word in line if os.path.isabs(word) and os.path.exists(word)]
+        settings = {
+            "port": self.port,
+            "scratch": scratch,
+            "readable": [*named, *environment_of(program), *map(os.path.abspath, self.readable)],
+            "memory_mb": self.memory_mb,
+        }
+        root = str(Path(__file__).resolve().parents[2])
+        boot = [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps([root, settings])]
+        inside = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch}
+        try:
+            yield [*cgroup.command(), *boot, *line], inside
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            cgroup.close()
+
+
+def environment_of(program: str) -> list[str]:
+    """What an interpreter needs of the environment (venv, conda) and of the installation that it is in."""
+    found = []
+    for path in (Path(program), Path(os.path.realpath(program))):
+        folder = path.parent.parent
+        if path.parent.name == "bin" and ((folder / "pyvenv.cfg").exists() or [*folder.glob("lib/python3*")]):
+            found += [str(folder / name) for name in ("bin", "lib", "lib64", "include", "share", "pyvenv.cfg")]
+    return found
+
+
+def main(settings: dict[str, object], words: list[str]) -> None:
+    """Enter the cage and become the program; the process is alone in its session."""
+    try:
+        enter(**settings)  # type: ignore[arg-type]
+        os.execv(words[0], words)
+    except (CageError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(126)
+
+
+def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> None:
+    """Shut this process in, and what it becomes.
+
+    Raises CageError: a layer is missing or did not close.
+    """
+    check()
+    cage.die_with_parent()
+    read = cage.READ_FILE | cage.READ_DIR
+    system = [path for path in ("/usr", "/bin", "/sbin", *glob.glob("/lib*")) if os.path.isdir(path)]
+    rules = cage.landlock_rules(
+        [*cage.library_paths(), "/proc", *(f"/etc/{name}" for name in _FILES)],
+        [
+            *((path, read | cage.RUN) for path in [*system, *readable]),
+            *((f"/dev/{name}", cage.DEVICE) for name in ("null", "zero", "full", "random", "urandom")),
+            (scratch, cage.SCRATCH | cage.RUN | 1 << 10 | 1 << 12),  # FIFOs and symbolic links
+        ],
+        port=port,
+    )
+    os.chdir(scratch)
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, WRITTEN_MB << 20),
+        (resource.RLIMIT_NOFILE, 1024),
+        (resource.RLIMIT_DATA, memory_mb << 20),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    cage.give_up_privileges()
+    cage.close(rules, cage.seccomp_program(platform.machine(), "program"))

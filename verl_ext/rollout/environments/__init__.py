@@ -6,7 +6,7 @@ An environment is a class with ``reset(seed)`` and ``step(action)``, close to Gy
 :mod:`verl_ext.rollout.environments.protocol` for the whole contract, :mod:`verl_ext.rollout.environments.runner` for
 how environments are run, and :mod:`verl_ext.rollout.step_wise` for the agent loop that plays them.
 
-Shipped by name: ``gymnasium``, ``textworld``, ``textarena``, ``alfworld``, ``webshop`` (:data:`BUILT_IN`).
+Shipped by name: ``gymnasium``, ``textworld``, ``textarena``, ``openenv``, ``alfworld``, ``webshop`` (:data:`BUILT_IN`).
 """
 
 from verl_ext.rollout.environments.protocol import (

@@ -19,8 +19,8 @@ class EnvironmentOptions:
     """``verl_ext.environment.*``.
 
     Attributes:
-        name: ``gymnasium``, ``textworld``, ``textarena``, ``alfworld``, ``webshop`` or the import path
-            ``module:Class`` of your own; null if every row of the data names one (``extra_info.environment``).
+        name: ``gymnasium``, ``textworld``, ``textarena``, ``openenv``, ``alfworld``, ``webshop`` or the import
+            path ``module:Class`` of your own; null if every row of the data names one (``extra_info.environment``).
         kwargs: arguments of the environment's class. A row adds to them or replaces some with the JSON object
             ``extra_info.environment_kwargs``.
         max_steps: steps after which an episode ends.

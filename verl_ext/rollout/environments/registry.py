@@ -14,6 +14,7 @@ BUILT_IN = {
     "gymnasium": "verl_ext.rollout.environments.gymnasium_env:GymnasiumEnvironment",
     "textworld": "verl_ext.rollout.environments.textworld_env:TextWorldEnvironment",
     "textarena": "verl_ext.rollout.environments.textarena_env:TextArenaEnvironment",
+    "openenv": "verl_ext.rollout.environments.openenv_env:OpenEnvEnvironment",
     "alfworld": "verl_ext.rollout.environments.alfworld_env:AlfworldEnvironment",
     "webshop": "verl_ext.rollout.environments.webshop_env:WebShopEnvironment",
 }

@@ -104,6 +104,7 @@ def test_demonstrations_are_half_noise_where_asked() -> None:
     assert onto_hole(clean) == 0 and onto_hole(noisy) > 0.2
 
 
+@pytest.mark.seconds
 def test_files_are_what_the_loop_and_verl_read(assets: DemoAssets) -> None:
     assert assets.task == "lake" and assets.agent_loop == "verl_ext_step_wise"
     seeds = []
@@ -127,6 +128,7 @@ def test_files_are_what_the_loop_and_verl_read(assets: DemoAssets) -> None:
     assert model.config.vocab_size == len(tokenizer) and model.config.eos_token_id == codec.end_id
 
 
+@pytest.mark.seconds
 def test_warm_up_beats_chance_and_is_seeded(assets: DemoAssets, tmp_path: Path) -> None:
     assert assets.measured["valid_answers"] > 0.4 and assets.measured["random"] < 0.2
     assert assets.measured["success"] > assets.measured["random"]
@@ -136,6 +138,7 @@ def test_warm_up_beats_chance_and_is_seeded(assets: DemoAssets, tmp_path: Path) 
     assert prepare_lake(cache_dir=tmp_path, seed=3, recipe=SHORT, progress=lambda line: None).cached
 
 
+@pytest.mark.seconds
 def test_a_range_that_is_not_reached_is_said(tmp_path: Path) -> None:
     hopeless = dataclasses.replace(SHORT, warm_up_steps=2, max_warm_up_steps=4, eval_every=2, success_range=(0.99, 1.0))
     with pytest.raises(RuntimeError, match=r"wanted 0.99 to 1.0 .* random_share"):

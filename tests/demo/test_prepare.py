@@ -47,6 +47,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> DemoAssets:
     return prepare_demo(cache_dir=tmp_path_factory.mktemp("cache"), seed=3, recipe=SHORT, progress=lambda line: None)
 
 
+@pytest.mark.seconds
 def test_second_call_is_answered_from_the_cache(assets: DemoAssets) -> None:
     cache = Path(assets.folder).parent.parent
     lines: list[str] = []
@@ -56,6 +57,7 @@ def test_second_call_is_answered_from_the_cache(assets: DemoAssets) -> None:
     assert again.model_path == assets.model_path
 
 
+@pytest.mark.seconds
 def test_same_seed_same_files_other_seed_other_files(assets: DemoAssets, tmp_path: Path) -> None:
     again = prepare_demo(cache_dir=tmp_path, seed=3, recipe=SHORT, progress=lambda line: None)
     assert digests(again) == digests(assets)
@@ -65,6 +67,7 @@ def test_same_seed_same_files_other_seed_other_files(assets: DemoAssets, tmp_pat
     assert {"model/model.safetensors", "data/train.parquet", "data/val.parquet"} <= changed
 
 
+@pytest.mark.seconds
 def test_force_makes_it_again_and_leaves_nothing_behind(tmp_path: Path) -> None:
     first = prepare_demo(cache_dir=tmp_path, recipe=SHORT, progress=lambda line: None)
     marker = Path(first.folder) / "data" / "marker"

@@ -43,6 +43,7 @@ def assets_of(folder: Path, **changes: Any) -> DemoAssets:
         (["gigpo", "kpo"], None, "lake"),
         (["hgpo", "gigpo"], None, "lake"),
         (["dr_mas", "kpo"], None, "second_try"),
+        (["dr_kernel"], None, "fuse"),
         (["grpo"], "lake", "lake"),
         (["grpo"], "second_try", "second_try"),
         (["dr_mas", "hgpo"], "lake", "lake"),
@@ -70,6 +71,7 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
     assert all(name in said for name in tasks.TASKS)
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize(
     ("task", "recipes", "loop"),
@@ -81,6 +83,7 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
         ("lake", ["grpo", "step_wise"], "verl_ext_step_wise"),
         ("second_try", ["dr_mas", "kpo"], "verl_ext_orchestra"),
         ("second_try", ["grpo"], "verl_ext_orchestra"),
+        ("fuse", ["dr_kernel"], "verl_ext_kernels"),
     ],
 )
 def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], loop: str, tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], lo
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
     assert config.trainer.total_training_steps == 7 and config.data.seed == 5
     assert config.trainer.device == "cpu"
-    if task in ("sums", "chain_sum"):
+    if task in ("sums", "chain_sum", "fuse"):
         assert updates.updates_per_batch(config) is None
         return
     assert updates.updates_per_batch(config) == 2
@@ -176,6 +179,7 @@ def test_summary_and_lines_of_the_plot(tmp_path: Path) -> None:
     assert run.summarize(points, ["trloo"], 1, 6, tasks.CHAIN_SUM, 0.0)["agents"] == {}
 
 
+@pytest.mark.seconds
 def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib import pyplot
 

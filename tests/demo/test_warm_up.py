@@ -63,6 +63,7 @@ def test_sampling_does_not_depend_on_the_company_in_the_batch(codec: Codec) -> N
     assert all(codec.end_id not in response[:-1] and 1 <= len(response) <= 8 for response in together)
 
 
+@pytest.mark.seconds
 def test_warm_up_teaches(codec: Codec, entries: list[dict[str, Any]]) -> None:
     model = small_model(codec)
     tasks = tasks_of(entries[:128])

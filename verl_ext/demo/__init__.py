@@ -10,6 +10,22 @@ from __future__ import annotations
 
 from verl_ext.cache import home
 from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.prepare import prepare_demo, prepare_lake, prepare_smollm2, prepare_sums, prepare_team
+from verl_ext.demo.prepare import (
+    prepare_demo,
+    prepare_fuse,
+    prepare_lake,
+    prepare_smollm2,
+    prepare_sums,
+    prepare_team,
+)
 
-__all__ = ["DemoAssets", "home", "prepare_demo", "prepare_lake", "prepare_smollm2", "prepare_sums", "prepare_team"]
+__all__ = [
+    "DemoAssets",
+    "home",
+    "prepare_demo",
+    "prepare_fuse",
+    "prepare_lake",
+    "prepare_smollm2",
+    "prepare_sums",
+    "prepare_team",
+]

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import home
-from verl_ext.demo.recipes import FORMAT, LakeRecipe, SmolLM2Recipe, WarmupRecipe
+from verl_ext.demo.recipes import FORMAT, FuseRecipe, LakeRecipe, SmolLM2Recipe, WarmupRecipe
 
 Progress = Callable[[str], None]
 Build = Callable[..., dict[str, Any]]
+"""Given an empty folder, a recipe, a seed and what to call with lines of progress, fills the folder (``model/``,
+``data/``) and returns what the manifest says beside the recipe (``task``, ``prompt_length``, ``response_length``,
+``measured`` and, if it is not `AGENT_LOOP`, ``agent_loop``)."""
 
 #: Written last into a folder: its presence says that the folder is complete.
 MANIFEST = "assets.json"
@@ -32,41 +35,19 @@ AGENT_LOOP = "verl_ext_multi_turn"
 
 @dataclass(frozen=True)
 class DemoAssets:
-    """A prepared model with its task.
+    """A prepared model with its task."""
 
-    Attributes:
-        folder: where all of it is.
-        model_path: Hugging Face model folder (weights, tokenizer, generation config).
-        train_file, val_file: parquet files for ``data.train_files`` and ``data.val_files``.
-        agent_loop: name for ``actor_rollout_ref.rollout.agent.default_agent_loop`` (the rows carry it as well).
-        task: the task's name for people.
-        prompt_length, response_length: tokens that suffice (of the longest conversation, of one turn's answer).
-        measured: what was measured while preparing, e.g. the success rate after the warm-up.
-        seconds: time it took to prepare.
-        cached: True if it was there already.
-    """
-
-    folder: str
-    model_path: str
-    train_file: str
-    val_file: str
-    agent_loop: str
-    task: str
-    prompt_length: int
-    response_length: int
-    measured: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    cached: bool = False
-
-    @property
-    def train_files(self) -> list[str]:
-        """The training file as a list, as verl's ``data.train_files`` also takes it."""
-        return [self.train_file]
-
-    @property
-    def val_files(self) -> list[str]:
-        """The validation file as a list."""
-        return [self.val_file]
+    folder: str  # where all of it is
+    model_path: str  # Hugging Face model folder (weights, tokenizer, generation config)
+    train_file: str  # parquet file for ``data.train_files``
+    val_file: str  # parquet file for ``data.val_files``
+    agent_loop: str  # ``actor_rollout_ref.rollout.agent.default_agent_loop`` (the rows carry it as well)
+    task: str  # name for people
+    prompt_length: int  # tokens that suffice for the longest conversation
+    response_length: int  # and for one turn's answer
+    measured: dict[str, Any] = field(default_factory=dict)  # while preparing, e.g. the success rate after the warm-up
+    seconds: float = 0.0  # time it took to prepare
+    cached: bool = False  # it was there already
 
     def __str__(self) -> str:
         lines = [f"model: {self.model_path}", f"train: {self.train_file}", f"val:   {self.val_file}"]
@@ -102,7 +83,7 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
 
 def prepare(
     kind: str,
-    recipe: WarmupRecipe | LakeRecipe | SmolLM2Recipe,
+    recipe: WarmupRecipe | LakeRecipe | FuseRecipe | SmolLM2Recipe,
     build: Build,
     out: str | Path | None = None,
     *,
@@ -116,8 +97,6 @@ def prepare(
     Args:
         kind: name of the folder in the cache, and for people.
         recipe, seed: what is built; the folder's name in the cache follows from them.
-        build: given a folder, recipe, seed and progress, fills the folder and returns what the manifest says beside the
-            recipe (``task``, ``measured`` ...).
         out, cache_dir, force, progress: as in :mod:`verl_ext.demo.prepare`.
 
     Raises:

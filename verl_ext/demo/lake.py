@@ -227,20 +227,8 @@ def warm_up(
 
 
 def build_lake(folder: Path, recipe: LakeRecipe, seed: int, tell: Progress) -> dict[str, Any]:
-    """Make the lake's task and model in a folder (``data/``, ``model/``).
-
-    Args:
-        folder: exists and is empty.
-        recipe: sizes and lengths.
-        seed: of maps, weights and warm-up.
-        tell: called with lines of progress.
-
-    Returns:
-        ``task``, ``agent_loop``, ``prompt_length``, ``response_length``, ``measured``.
-
-    Raises:
-        ImportError: Gymnasium is missing; the message names the command.
-        RuntimeError: see :func:`warm_up`.
+    """Make the lake's task and model; a :data:`~verl_ext.demo.assets.Build`. Raises ImportError: Gymnasium is missing;
+    the message names the command. RuntimeError: see :func:`warm_up`.
     """
     if importlib.util.find_spec("gymnasium") is None:
         raise ImportError("the lake is an environment of Gymnasium: pip install 'verl-ext[gymnasium]'")

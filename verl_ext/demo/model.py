@@ -125,17 +125,11 @@ class Codec:
 
 @dataclass(frozen=True)
 class Success:
-    """A measurement of the model on questions.
+    """A measurement of the model on questions."""
 
-    Attributes:
-        first_turn: share of questions answered right at once.
-        any_turn: share answered right within the turns allowed.
-        valid: share of answers that could be parsed.
-    """
-
-    first_turn: float
-    any_turn: float
-    valid: float
+    first_turn: float  # share of questions answered right at once
+    any_turn: float  # within the turns allowed
+    valid: float  # share of answers that could be parsed
 
 
 @torch.no_grad()
@@ -391,17 +385,7 @@ def save_model(model: LlamaForCausalLM, codec: Codec, target: Path) -> None:
 
 
 def build_demo(folder: Path, recipe: WarmupRecipe, seed: int, tell: Progress) -> dict[str, Any]:
-    """Make the demo's task and model in a folder (``data/``, ``model/``).
-
-    Args:
-        folder: exists and is empty.
-        recipe: sizes and lengths.
-        seed: of questions, weights and warm-up.
-        tell: called with lines of progress.
-
-    Returns:
-        ``task``, ``prompt_length``, ``response_length``, ``measured``.
-    """
+    """Make the demo's task and model; a :data:`~verl_ext.demo.assets.Build`."""
     tell(f"demo: writing the task ({recipe.dataset} of reasoning-gym)")
     write_task(
         folder / "data",

@@ -24,7 +24,7 @@ from typing import Any
 from typing_extensions import TypedDict, Unpack
 
 from verl_ext.demo.assets import Build, DemoAssets, Progress, prepare
-from verl_ext.demo.recipes import LakeRecipe, SmolLM2Recipe, WarmupRecipe, sums_recipe, team_recipe
+from verl_ext.demo.recipes import FuseRecipe, LakeRecipe, SmolLM2Recipe, WarmupRecipe, sums_recipe, team_recipe
 
 
 class Where(TypedDict, total=False):
@@ -72,6 +72,13 @@ def prepare_lake(
     ``measured`` has ``success`` after the warm-up and ``random``, a random walk's.
     """
     return prepare("lake", recipe or LakeRecipe(), _later("verl_ext.demo.lake:build_lake"), out, **where)
+
+
+def prepare_fuse(
+    out: str | Path | None = None, *, recipe: FuseRecipe | None = None, **where: Unpack[Where]
+) -> DemoAssets:
+    """Make the kernels' task `fuse` and a model that writes its language and knows nothing of speed."""
+    return prepare("fuse", recipe or FuseRecipe(), _later("verl_ext.demo.fuse:build_fuse"), out, **where)
 
 
 def prepare_team(

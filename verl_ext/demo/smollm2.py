@@ -67,17 +67,7 @@ def mend_tokenizer(tokenizer: Any) -> Any:
 
 
 def build_smollm2(folder: Path, recipe: SmolLM2Recipe, seed: int, tell: Progress) -> dict[str, Any]:
-    """Write the model and its task into a folder (``model/``, ``data/``).
-
-    Args:
-        folder: exists and is empty.
-        recipe: the task.
-        seed: of the task's questions.
-        tell: called with lines of progress.
-
-    Returns:
-        ``task``, ``prompt_length``, ``response_length``, ``measured``.
-    """
+    """Make the model and its task; a :data:`~verl_ext.demo.assets.Build`."""
     gguf = find_gguf()
 
     import torch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.prepare import prepare_demo, prepare_lake, prepare_sums, prepare_team
+from verl_ext.demo.prepare import prepare_demo, prepare_fuse, prepare_lake, prepare_sums, prepare_team
 from verl_ext.demo.recipes import LakeRecipe, WarmupRecipe
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
@@ -22,50 +22,29 @@ class DemoError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a task is trained with, beside the recipes.
+    """What a task is trained with, beside the recipes."""
 
-    Attributes:
-        steps: training steps, unless the caller says otherwise.
-        prompts: prompts a step.
-        samples: rollouts a prompt.
-        learning_rate: of AdamW.
-        val_every: steps between two validations.
-        save_every: steps between two checkpoints.
-    """
-
-    steps: int = 60
-    prompts: int = 16
-    samples: int = 4
-    learning_rate: float = 3e-4
-    val_every: int = 10
-    save_every: int = 10
+    steps: int = 60  # training steps, unless the caller says otherwise
+    prompts: int = 16  # prompts a step
+    samples: int = 4  # rollouts a prompt
+    learning_rate: float = 3e-4  # of AdamW
+    val_every: int = 10  # steps between two validations
+    save_every: int = 10  # steps between two checkpoints
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """A task of `verl-ext demo`.
+    """A task of `verl-ext demo`."""
 
-    Attributes:
-        name: what ``--task`` says.
-        summary: one line.
-        prepare: makes model and data for a seed, or finds them in the cache.
-        chance: mean reward a trajectory of a policy that acts at random, without a model.
-        settings: of the training.
-        recipes: recipes that take this task if none is named.
-        companions: recipes that the task needs beside those of the user.
-        overrides: further Hydra overrides.
-        agents: names of the agents of a team, in order.
-    """
-
-    name: str
-    summary: str
-    prepare: Callable[..., DemoAssets]
-    chance: Callable[[DemoAssets], float]
-    settings: Settings = Settings()
-    recipes: tuple[str, ...] = ()
-    companions: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    agents: tuple[str, ...] = ()
+    name: str  # what ``--task`` says
+    summary: str  # one line
+    prepare: Callable[..., DemoAssets]  # makes model and data for a seed, or finds them in the cache
+    chance: Callable[[DemoAssets], float]  # mean reward a trajectory of a policy that acts at random, without a model
+    settings: Settings = Settings()  # of the training
+    recipes: tuple[str, ...] = ()  # that take this task if none is named
+    companions: tuple[str, ...] = ()  # recipes that the task needs beside those of the user
+    overrides: tuple[str, ...] = ()  # further Hydra overrides
+    agents: tuple[str, ...] = ()  # names of the agents of a team, in order
 
 
 def guessing(assets: DemoAssets, *, turns: int = TURNS, worth: Callable[[int], float] = lambda turn: 1.0) -> float:
@@ -135,7 +114,16 @@ SECOND_TRY = DemoTask(
     ),
     agents=("solver", "reviser"),
 )
-TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY)}
+FUSE = DemoTask(
+    name="fuse",
+    summary="kernels for chains of row-wise stages, compiled, checked, timed and profiled here, three tries",
+    prepare=prepare_fuse,
+    chance=lambda assets: 0.0,
+    settings=Settings(prompts=4, samples=4, learning_rate=5e-4),
+    recipes=("dr_kernel",),
+    overrides=("verl_ext.kernels.pairs=3", "verl_ext.kernels.max_pairs=5", "verl_ext.kernels.looks=20"),
+)
+TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY, FUSE)}
 
 
 def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:

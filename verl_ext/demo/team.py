@@ -60,15 +60,8 @@ def build_team(folder: Path, demo: Any) -> dict[str, Any]:
     Sums of two digits are a table of 200, which a model as small as this knows by heart or not at all. So validation
     asks the sums of training, drawn anew: the questions that the demo holds out would ask for what nobody has taught.
 
-    Args:
-        folder: exists and is empty.
-        demo: assets of :func:`verl_ext.demo.prepare_demo`.
-
-    Returns:
-        ``task``, ``agent_loop``, ``prompt_length``, ``response_length``, ``measured``.
-
-    Raises:
-        ValueError: there are not more training than validation questions.
+    `demo` are the assets of :func:`verl_ext.demo.prepare_demo`; else as a :data:`~verl_ext.demo.assets.Build`. Raises
+    ValueError: there are not more training than validation questions.
     """
     import shutil
 

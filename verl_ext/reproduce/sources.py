@@ -101,11 +101,8 @@ def manifest_of(source: Source, folder: Path) -> Path:
 
 def digest_of(path: Path) -> str:
     """sha256 of a file, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(name: str, folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's kernels: the task `fuse`, and a small model that writes its language and knows nothing of speed.
+
+It is warmed up on made-up conversations about random chains: the stages in order, cut into parts anywhere, each part
+done by torch or by one kernel of any kind, some answers with a mistake, whatever the feedback said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_ext.demo.assets import Progress
+from verl_ext.demo.model import CHAT_TEMPLATE, END, PAD, START, Codec, make_model, save_model, seeded, sequence_loss
+from verl_ext.demo.recipes import FuseRecipe
+from verl_ext.kernels import command
+from verl_ext.kernels.judge import STATUSES
+from verl_ext.kernels.loop import AGENT_NAME
+from verl_ext.kernels.tasks import STAGES, training
+
+KINDS = [f"k{order}{width}{exact}" for order in "rc" for width in "vs" for exact in "ef"]
+#: Tokens of the longest answer, a part a stage, and its end.
+RESPONSE_LENGTH = 22
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word of chains, programs and feedback; numbers of the feedback by their digits."""
+    words = [*STAGES, "t", ";", *KINDS, *STATUSES, "right", "decoy", "cov", "x", ".", *"0123456789"]
+    named = dict.fromkeys(["[UNK]", PAD, START, END, "user", "assistant", *words])
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(named)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"^x(?=\d)|[\d.;]"), "isolated")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token="[UNK]",
+        additional_special_tokens=[START, END],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def program(chain: tuple[str, ...], recipe: FuseRecipe, rng: random.Random) -> str:
+    """An answer to imitate."""
+    stages = list(chain)
+    if rng.random() < recipe.mistakes:
+        stages[rng.randrange(len(stages))] = rng.choice(list(STAGES))
+    parts: list[list[str]] = []
+    for stage in stages:
+        if not parts or rng.random() < recipe.cuts:
+            parts.append(["t" if rng.random() < recipe.torch_share else rng.choice(KINDS)])
+        parts[-1].append(stage)
+    return " ; ".join(" ".join(part) for part in parts)
+
+
+def conversation(codec: Codec, recipe: FuseRecipe, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Three answers to one chain, with feedback that has nothing to do with them; token ids, and 1 for what is learned.
+
+    Every other chain is one of the 24 for training, so that answers to these are surer.
+    """
+    chain = tuple(rng.choices(list(STAGES), k=rng.randint(5, 7)))
+    if rng.random() < 0.5:
+        chain = rng.choice(training()).stages
+    ids: list[int] = []
+    mask: list[int] = []
+    said = codec.user(" ".join(chain))
+    for _ in range(recipe.max_turns):
+        answer = codec.answer(program(chain, recipe, rng))
+        ids, mask = [*ids, *said, *answer], [*mask, *[0] * len(said), *[1] * len(answer)]
+        speed = f"x{rng.uniform(0, 4):.1f} cov {rng.random():.1f}"
+        said = codec.feedback(rng.choice(["wrong", f"decoy {speed}", f"right {speed}", f"right {speed}"]))
+    return ids, mask
+
+
+def build_fuse(folder: Path, recipe: FuseRecipe, seed: int, tell: Progress) -> dict[str, Any]:
+    """Make the task `fuse` and its model in a folder (``data/``, ``model/``).
+
+    Args:
+        folder: exists and is empty.
+        recipe: sizes and lengths.
+        seed: of weights and warm-up.
+        tell: called with lines of progress.
+
+    Returns:
+        ``task``, ``agent_loop``, ``prompt_length``, ``response_length``, ``measured``.
+    """
+    parser = argparse.ArgumentParser()
+    command.arguments(parser)
+    command.run(parser.parse_args(["data", "--out", str(folder / "data")]))
+    rng = random.Random(seed)
+    with seeded(seed):
+        codec = Codec(train_tokenizer())
+        model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
+        tell(f"fuse: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, recipe.learning_rate, total_steps=recipe.warm_up_steps, pct_start=0.1
+        )
+        for step in range(1, recipe.warm_up_steps + 1):
+            batch = [conversation(codec, recipe, rng) for _ in range(recipe.batch_size)]
+            loss = sequence_loss(model, batch, codec.pad_id)
+            model.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % recipe.tell_every == 0:
+                tell(f"  warm-up: step {step}, loss {float(loss.detach()):.3f}")
+        longest = max(len(conversation(codec, recipe, rng)[0]) for _ in range(256))
+    save_model(model, codec, folder / "model")
+    return {
+        "task": "fuse",
+        "agent_loop": AGENT_NAME,
+        "prompt_length": longest + recipe.max_turns * RESPONSE_LENGTH,
+        "response_length": RESPONSE_LENGTH,
+        "measured": {"loss": round(float(loss.detach()), 4), "steps": recipe.warm_up_steps},
+    }

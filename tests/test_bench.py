@@ -140,6 +140,7 @@ def numbers() -> dict[str, Any]:
         sys.path.remove(str(TRUTH))
 
 
+@pytest.mark.seconds
 def test_leave_one_out_is_unbiased_and_the_mean_shrinks(numbers: dict[str, Any]) -> None:
     found = numbers["leave_one_out"]
     np.testing.assert_allclose(found["trloo"], 1.0, atol=1e-6)
@@ -281,6 +282,7 @@ def test_the_benchmark_of_models_reads_what_runs_have_left(
     assert "goals for 2 over 1, at most: start_s 1.3, step_s 1.25" in said
 
 
+@pytest.mark.seconds
 def test_the_watch_of_a_run_counts_its_processes(tmp_path: Path) -> None:
     import threading
 

@@ -16,12 +16,10 @@ Headline figures are the worst over the usual shapes; longer rows and rows with 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ import numpy as np
 import torch
 
 from verl_ext.bench._memory import GROUP, METHODS, Batch, make_batch
-from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
+from verl_ext.bench._shared import Parser, alternate, child, progress, ratio, rounded
 
 HEADLINE = ((256, 512), (1024, 1024), (4096, 512))
 LONG = ((256, 4096), (256, 8192))
@@ -84,8 +82,7 @@ def compare(
     times = alternate(clock, [ours] if theirs is None else [ours, theirs], repeats)
     if theirs is None:
         return statistics.median(times[0]), None, None
-    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
-    return statistics.median(times[0]), statistics.median(times[1]), ratio
+    return statistics.median(times[0]), statistics.median(times[1]), ratio(*times)
 
 
 def stream(inputs: Sequence[torch.Tensor], outputs: int) -> None:
@@ -262,11 +259,7 @@ def probe(cases: Sequence[tuple[str, int, int]]) -> list[dict[str, Any]]:
         RuntimeError: a process failed.
     """
     names = [f"{method}:{rows}x{length}" for method, rows, length in cases]
-    command = [sys.executable, "-m", "verl_ext.bench._memory", *names]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in child("_memory", *names).splitlines()]
 
 
 def slope(tokens: Sequence[float], values: Sequence[float]) -> float:
@@ -293,18 +286,12 @@ def _line(entry: Comparison) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="verl-ext bench advantages",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = Parser("advantages", __doc__, whole=True)
     parser.add_argument(
         "--quick", action="store_true", help="smaller shapes, fewer calls, growth to 1e7 tokens; for a check"
     )
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
-    args = parser.parse_args(argv)
-    at_least_one(parser, args, "threads")
+    parser.number("threads", 1, "torch threads")
+    args = parser.parsed(argv)
     torch.set_num_threads(args.threads)
     clock = Clock(args.threads)
 
@@ -407,16 +394,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verl-ext bench advantages: not finite: {worst}", file=sys.stderr)
         return 1
     if args.json:
-        print(
-            json.dumps(
-                {
-                    **rounded(figures),
-                    "fraction_of_step": rounded(fractions),
-                    "threads": args.threads,
-                    "quick": args.quick,
-                }
-            )
-        )
+        found_all = {**figures, "fraction_of_step": fractions, "threads": args.threads, "quick": args.quick}
+        print(json.dumps(rounded(found_all)))
     return 0
 
 

@@ -10,7 +10,6 @@ ones are counted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import json
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl_ext.bench._shared import at_least_one
+from verl_ext.bench._shared import Parser
 
 GOAL_MS = 3.0
 QUESTION = "What is 12 + 30?"
@@ -145,13 +144,11 @@ async def measure(calls: int, rounds: int, trajectories: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and, with ``--json``, one JSON object on the last line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="verl-ext bench gateway", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--calls", type=int, default=200, help="of a trajectory (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="of each (default: %(default)s)")
-    parser.add_argument("--trajectories", type=int, default=1000, help="at once (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    args = parser.parse_args(argv)
-    at_least_one(parser, args, "calls", "rounds", "trajectories")
+    parser = Parser("gateway", __doc__)
+    parser.number("calls", 200, "of a trajectory")
+    parser.number("rounds", 9, "of each")
+    parser.number("trajectories", 1000, "at once")
+    args = parser.parsed(argv)
     import verl  # noqa: F401  (loads the plugin, which registers the loops)
 
     found = asyncio.run(measure(args.calls, args.rounds, args.trajectories))

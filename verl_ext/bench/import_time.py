@@ -9,13 +9,15 @@ noise: look at the CPU rows, and at the last row, which times the plugin's entry
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
+
+from verl_ext.bench._shared import Parser, alternate
 
 MIN_PAIRS = 3
 DEFAULT_PAIRS = 9
@@ -58,13 +60,8 @@ def time_import(plugin: bool) -> dict[str, float]:
 
 def measure(pairs: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     """``pairs`` measurements (without the plugin, with it), after one pair that is thrown away."""
-    results = []
-    for pair in range(pairs + 1):
-        order = (False, True) if pair % 2 == 0 else (True, False)
-        timed = {plugin: time_import(plugin) for plugin in order}
-        if pair > 0:
-            results.append((timed[False], timed[True]))
-    return results
+    calls = [partial(time_import, plugin) for plugin in (False, True)]
+    return list(zip(*alternate(lambda call: call(), calls, pairs), strict=True))
 
 
 def _row(name: str, values: Sequence[float]) -> str:
@@ -73,10 +70,9 @@ def _row(name: str, values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and, with ``--json``, one JSON object on the last line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="verl-ext bench import", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser("import", __doc__)
     parser.add_argument("--pairs", type=int, default=DEFAULT_PAIRS, help="measured pairs (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    args = parser.parse_args(argv)
+    args = parser.parsed(argv)
     if args.pairs < MIN_PAIRS:
         parser.error(f"--pairs {args.pairs}: a median needs at least {MIN_PAIRS}")
     try:

@@ -30,7 +30,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_ext.bench._memory import _fill_to_peak, _peak
-from verl_ext.bench._shared import alternate, at_least_one, progress, rounded
+from verl_ext.bench._shared import Parser, alternate, child, progress, ratio, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
 from verl_ext.methods.logits_pass import TokenStatistics, token_statistics
 from verl_ext.methods.logits_torch import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MOST, cache_bytes
@@ -90,10 +89,6 @@ class Clock:
         begin = self._now()
         function()
         return self._now() - begin
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -239,15 +234,15 @@ def compare_variants(
                 name,
                 vocabulary,
                 median,
-                _ratio(ours, theirs[0]),
-                _ratio(ours, theirs[-1]),
+                ratio(ours, theirs[0]),
+                ratio(ours, theirs[-1]),
                 logits.nbytes / median / bandwidth,
                 median_both,
-                _ratio(ours_both, theirs_both[0]),
-                _ratio(ours_both, theirs_both[-1]),
+                ratio(ours_both, theirs_both[0]),
+                ratio(ours_both, theirs_both[-1]),
                 3 * logits.nbytes / median_both / bandwidth,
-                _ratio(ours, same),
-                _ratio(ours_both, same_both),
+                ratio(ours, same),
+                ratio(ours_both, same_both),
             )
         )
     return figures
@@ -288,13 +283,9 @@ def measure_memory(vocabulary: int, dtype: str, device: str, threads: int) -> fl
     Raises:
         RuntimeError: the process failed.
     """
-    command = [sys.executable, "-m", "verl_ext.bench.logits", "--device", device, "--threads", str(threads)]
-    command += ["--measure-memory", f"{vocabulary}:{dtype}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-    rows = MEASURED // (vocabulary * DTYPES[dtype].itemsize)
-    return float(done.stdout) / (rows * vocabulary * DTYPES[dtype].itemsize)
+    case = ["--device", device, "--threads", str(threads), "--measure-memory", f"{vocabulary}:{dtype}"]
+    row = vocabulary * DTYPES[dtype].itemsize
+    return float(child("logits", *case)) / (MEASURED // row * row)
 
 
 HEADER = (
@@ -315,16 +306,12 @@ def _line(entry: Figures) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="verl-ext bench logits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = Parser("logits", __doc__, whole=True)
     parser.add_argument("--quick", action="store_true", help="the headline alone, fewer rows and calls; for a check")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    parser.number("threads", 1, "torch threads")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--measure-memory", metavar="V:DTYPE", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    at_least_one(parser, args, "threads")
+    args = parser.parsed(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device on this machine; use --device cpu")
     torch.set_num_threads(args.threads)

@@ -13,7 +13,6 @@ seconds are of all processes of the run, Ray's own too; memory is the peak of th
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -27,7 +26,7 @@ from typing import Any
 
 import pandas
 
-from verl_ext.bench._shared import at_least_one, progress, rounded
+from verl_ext.bench._shared import Parser, progress, rounded
 from verl_ext.rollout.orchestra import Agent, BoundAgent, Outcome, Task, orchestra
 
 COSTS = "costs.jsonl"
@@ -166,15 +165,14 @@ def _measure(task: Any, models: int, steps: int, out: Path, overrides: Sequence[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print a table, and with ``--json`` one JSON object in the last line."""
-    parser = argparse.ArgumentParser(prog="verl-ext bench models", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser("models", __doc__)
     parser.add_argument("--models", default="1,2,3,5", help="numbers of models, a run each (default: %(default)s)")
     parser.add_argument("--team", choices=("five", "second_try"), default="five", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=6, help="steps a run, at least 2 (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each number (default: %(default)s)")
+    parser.number("rounds", 1, "runs of each number")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_models"), help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in the last line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of every run")
-    options = parser.parse_args(argv)
+    options = parser.parsed(argv)
     task = demo_task(options.team)
     words = options.models.split(",")
     known = [str(count) for count in range(1, len(task.agents) + 1)]
@@ -182,7 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--models {unknown[0]}: the team {options.team} has {len(known)} agents; name 1 to {known[-1]}")
     if options.steps < 2:
         parser.error(f"--steps {options.steps} must be at least 2: the first is part of the start")
-    at_least_one(parser, options, "rounds")
     runs: dict[int, list[dict[str, float]]] = {int(word): [] for word in words}
     for turn in range(options.rounds):
         for count in reversed(runs) if turn % 2 else runs:

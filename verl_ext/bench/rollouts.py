@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.bench import _many_rollouts
-from verl_ext.bench._shared import at_least_one
+from verl_ext.bench._shared import Parser
 
 ENGINES = ("embedded", "vllm", "stub")
 MANY = 1000
@@ -84,11 +84,9 @@ def steps(calls: Sequence[Call]) -> tuple[int, int]:
 
 def fit(points: Sequence[tuple[int, float]]) -> Cost:
     """Least squares of the seconds of a step over its rows; neither part is negative."""
-    rows = statistics.fmean(row for row, _ in points)
-    seconds = statistics.fmean(second for _, second in points)
-    spread = sum((row - rows) ** 2 for row, _ in points)
-    slope = max(0.0, sum((row - rows) * (second - seconds) for row, second in points) / spread)
-    return Cost(fixed=max(0.0, seconds - slope * rows), per_row=slope)
+    rows, seconds = zip(*points, strict=True)
+    slope = max(0.0, statistics.linear_regression(rows, seconds).slope)
+    return Cost(fixed=max(0.0, statistics.fmean(seconds) - slope * statistics.fmean(rows)), per_row=slope)
 
 
 def expected_ratio(calls: Sequence[Call], cost: Cost) -> float:
@@ -328,7 +326,7 @@ def show(found: dict[str, Any], engine: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; see the module's text."""
-    parser = argparse.ArgumentParser(prog="verl-ext bench rollouts", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser("rollouts", __doc__)
     parser.add_argument(
         "--engine",
         choices=ENGINES,
@@ -336,14 +334,12 @@ def main(argv: Sequence[str]) -> int:
         f"with a stub in the place of the sampler (default: embedded, and stub from {MANY} trajectories on)",
     )
     parser.add_argument("--model", type=Path, default=None, help="a model's folder (default: a small one made here)")
-    parser.add_argument("--trajectories", type=int, default=64, help="rollouts of the batch (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, help="measured runs of each schedule (default: %(default)s)")
+    parser.number("trajectories", 64, "rollouts of the batch")
+    parser.number("pairs", 5, "measured runs of each schedule")
     parser.add_argument("--seed", type=int, default=0, help="of turns and response lengths (default: %(default)s)")
     parser.add_argument("--parked", type=int, default=0, help="how fast control is answered while so many calls wait")
     parser.add_argument("--quick", action="store_true", help="16 trajectories, one pair: to see that it runs")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    args = parser.parse_args(argv)
-    at_least_one(parser, args, "trajectories", "pairs")
+    args = parser.parsed(argv)
     if args.quick:
         args.trajectories, args.pairs = min(args.trajectories, 16), 1
     args.engine = args.engine or ("stub" if args.trajectories >= MANY and not args.parked else "embedded")

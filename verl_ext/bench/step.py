@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from verl_ext.bench._shared import at_least_one
+from verl_ext.bench._shared import Parser, alternate, child, ratio
 
 VARIANTS = ("verl", "grpo", "otb", "dvp")
 GOAL = 1.05
@@ -125,35 +124,28 @@ def measure(rounds: int, rows: int, prompt: int, response: int, vocabulary: int,
         "dvp": engine_info("on", 6.144e-6, set_columns=True),
     }
     loss = partial(ppo_loss, config=FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=micro))
-    times: dict[str, Any] = {name: {"old_log_prob": [], "update": []} for name in VARIANTS}
+
+    def step(engine: Any, name: str) -> tuple[float, float]:
+        make = partial(_batch, rows, prompt, response, vocabulary, micro_batch_size_per_gpu=micro, **info[name])
+        old, new = make(calculate_entropy=True, calculate_sum_pi_squared=name == "otb"), make(calculate_entropy=False)
+        start = time.process_time()
+        with engine.eval_mode():
+            engine.infer_batch(old, loss_function=None)
+        middle = time.process_time()
+        with engine.train_mode():
+            engine.train_batch(new, loss_function=loss)
+        return middle - start, time.process_time() - middle
+
     with tempfile.TemporaryDirectory() as folder:
         engine = _engine(folder, vocabulary)
         torch.set_num_threads(1)
-        for turn in range(rounds + 1):
-            for name in VARIANTS if turn % 2 else reversed(VARIANTS):
-                settings = {"micro_batch_size_per_gpu": micro, **info[name]}
-                old = _batch(
-                    rows,
-                    prompt,
-                    response,
-                    vocabulary,
-                    calculate_entropy=True,
-                    calculate_sum_pi_squared=name == "otb",
-                    **settings,
-                )
-                new = _batch(rows, prompt, response, vocabulary, calculate_entropy=False, **settings)
-                start = time.process_time()
-                with engine.eval_mode():
-                    engine.infer_batch(old, loss_function=None)
-                middle = time.process_time()
-                with engine.train_mode():
-                    engine.train_batch(new, loss_function=loss)
-                end = time.process_time()
-                if turn:
-                    times[name]["old_log_prob"].append(middle - start)
-                    times[name]["update"].append(end - middle)
+        found = alternate(lambda call: call(), [partial(step, engine, name) for name in VARIANTS], rounds)
     torch.distributed.destroy_process_group()
-    return times
+    parts = ("old_log_prob", "update")
+    return {
+        name: dict(zip(parts, zip(*times, strict=True), strict=True))
+        for name, times in zip(VARIANTS, found, strict=True)
+    }
 
 
 def summarise(times: dict[str, Any]) -> dict[str, Any]:
@@ -165,30 +157,22 @@ def summarise(times: dict[str, Any]) -> dict[str, Any]:
             for name, parts in times.items()
         }
     }
-
-    def ratio(one: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(whole[one], whole[other], strict=True))
-
-    out["otb_over_grpo"] = ratio("otb", "grpo")
-    out["dvp_over_grpo"] = ratio("dvp", "grpo")
-    out["grpo_over_verl"] = ratio("grpo", "verl")
-    out["otb_over_verl"] = ratio("otb", "verl")
+    for one, other in (("otb", "grpo"), ("dvp", "grpo"), ("grpo", "verl"), ("otb", "verl")):
+        out[f"{one}_over_{other}"] = ratio(whole[one], whole[other])
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print a table, and with ``--json`` one JSON object in the last line."""
-    parser = argparse.ArgumentParser(prog="verl-ext bench step", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
-    parser.add_argument("--rows", type=int, default=32, help="rows of the batch (default: 32)")
-    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens a row (default: 32)")
-    parser.add_argument("--response", type=int, default=32, help="response tokens a row (default: 32)")
-    parser.add_argument("--vocabulary", type=int, default=32768, help="size of the vocabulary (default: 32768)")
-    parser.add_argument("--micro", type=int, default=8, help="rows of a micro-batch (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in the last line")
+    parser = Parser("step", __doc__)
+    parser.number("rounds", 7, "measured rounds")
+    parser.number("rows", 32, "rows of the batch")
+    parser.number("prompt", 32, "prompt tokens a row")
+    parser.number("response", 32, "response tokens a row")
+    parser.number("vocabulary", 32768, "size of the vocabulary")
+    parser.number("micro", 8, "rows of a micro-batch")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    at_least_one(parser, options, "rounds", "rows", "prompt", "response", "vocabulary", "micro")
+    options = parser.parsed(argv)
     if options.rows % options.micro:
         parser.error(f"--rows {options.rows} is no multiple of --micro {options.micro}")
     shape = [options.rows, options.prompt, options.response, options.vocabulary, options.micro]
@@ -208,13 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
     }
-    flags = [f"--{name}={getattr(options, name)}" for name in ("rounds", "rows", "prompt", "response", "vocabulary")]
-    command = [sys.executable, "-m", "verl_ext.bench.step", "--child", *flags, f"--micro={options.micro}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        print(done.stderr, file=sys.stderr)
+    try:
+        said = child("step", "--child", *(sys.argv[1:] if argv is None else argv), environment=environment)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
         return 1
-    found = summarise(json.loads(done.stdout.splitlines()[-1]))
+    found = summarise(json.loads(said.splitlines()[-1]))
     print(
         f"{options.rows} rows of {options.prompt} + {options.response} tokens, vocabulary {options.vocabulary}, "
         f"{options.rounds} rounds; CPU seconds, medians\n"

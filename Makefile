@@ -1,9 +1,9 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
-#   make quick  the tests of a change, in three minutes: all that take seconds, and two steps of verl's real trainer
+#   make quick  the tests of a change, in three minutes: all that take less than a second, and two steps of verl's real trainer
 #   make test   all tests, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
 #   make test-vllm   the tests with vLLM alone
-#   make test-verl VERL=PATH   the quick tests and three short runs on another verl: a checkout at PATH
+#   make test-verl VERL=PATH   the tests that take seconds and three short runs on another verl: a checkout at PATH
 #   make docs   the reference of keys, and the site of all pages in build/site, every link checked
 #   make lint   ruff, mypy and the layers of the package (import-linter)
 PYTHON ?= python3.11
@@ -87,7 +87,7 @@ demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
 quick: $(STAMP_TEST)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (slow or vllm or e2e)' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (seconds or slow or vllm or e2e)' $(ARGS)
 
 # One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
 test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)

@@ -107,6 +107,8 @@ AGENTS = {
     "gymnasium": ["gymnasium>=1.0,<2"],
     "textworld": ["textworld>=1.6.2,<1.8"],
     "textarena": ["textarena>=0.7.4,<0.8"],
+    # The protocol of its servers; what their package openenv-core needs stays in their environment.
+    "openenv": ["websockets>=15"],
     "minigrid": ["minigrid>=3.1,<4"],
     "math": ["math-verify>=0.9,<0.10"],
     # The client of the example agent.
@@ -145,7 +147,7 @@ EXTRAS_REQUIRE = {
     # --no-deps: what that one depends on (llama-cpp-python) is compiled for minutes and not used here.
     "smollm2": ["gguf>=0.10", "accelerate"],
     **AGENTS,
-    "environments": AGENTS["gymnasium"] + AGENTS["textworld"] + AGENTS["textarena"] + AGENTS["minigrid"],
+    "environments": [AGENTS[name][0] for name in ("gymnasium", "textworld", "textarena", "openenv", "minigrid")],
     "agents": ALL_AGENTS,
     # What the demo, its tests and the linters need, and then what all tests need.
     "tools": TOOLS,

@@ -35,6 +35,7 @@ def comparisons() -> dict[str, recipes.Comparison]:
     return {recipe.name: recipes.compare([recipe.name]) for recipe in recipes.recipes()}
 
 
+@pytest.mark.seconds
 def test_every_shipped_recipe_has_a_header_and_composes(comparisons: dict[str, recipes.Comparison]) -> None:
     shipped = recipes.recipes()
     assert {"trloo", "cpu"} <= {recipe.name for recipe in shipped}
@@ -105,6 +106,7 @@ trainer:
     assert "algorithm.gamma: 1.0\n  # the default of verl too" in out
 
 
+@pytest.mark.seconds
 def test_show_merges_several_recipes_later_one_wins(own_recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(own_recipes, "one", "algorithm:\n  mix: {one: 0.5}  # first\n  gamma: 0.5  # from one\n")
     write(own_recipes, "two", "algorithm:\n  mix: {two: 0.25}\n  gamma: 0.75  # from two\n")

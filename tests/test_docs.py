@@ -109,6 +109,7 @@ def texts_of_the_code() -> str:
     return "\n".join(found)
 
 
+@pytest.mark.seconds
 def test_the_messages_of_the_questions_are_in_the_code() -> None:
     asked = re.findall(r"^### `(.*?)`$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(asked) >= 15
@@ -199,6 +200,7 @@ def composed(line: str) -> DictConfig:
     return compose("ppo_trainer", overrides=[re.sub(r"=\.\.\.$", "=x", word) for word in words])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("line", of("python -m verl.trainer.main_ppo"))
 def test_a_run_composes(line: str, verl_configuration: None) -> None:
     config = composed(line)

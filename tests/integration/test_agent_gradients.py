@@ -139,6 +139,7 @@ def test_a_batch_without_the_column_is_refused() -> None:
         Engine().forward_backward_batch(told, None)
 
 
+@pytest.mark.seconds
 @starts_ranks
 def test_norms_of_parts_that_fsdp_1_shards(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("agent_gradients_process.py"), tmp_path / "out", world=2)

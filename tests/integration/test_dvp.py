@@ -68,6 +68,7 @@ def test_recipe_says_what_was_published() -> None:
     assert dvp.options(config("dvp.rho=1.0e-5")).rho == 1e-5  # type: ignore[union-attr]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rollout", dvp.ROLLOUTS)
 @pytest.mark.parametrize("recipe", ["[dvp,grpo]", "[dvp,otb,kpo]", "[dr_mas,kpo,dvp]", "[dvp,trloo,cpu]"])
 def test_recipe_mixes(recipe: str, rollout: str) -> None:
@@ -232,6 +233,7 @@ def ask(made: Any, **params: Any) -> None:
 TRAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cls", [LLMServerClient, FullyAsyncLLMServerClient])
 @pytest.mark.parametrize("rollout", dvp.ROLLOUTS)
 def test_min_p_reaches_every_request(cls: type, rollout: str) -> None:

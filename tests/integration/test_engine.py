@@ -89,6 +89,7 @@ def definition(model: Path, kind: str, rho: float) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.seconds
 @starts_ranks
 @pytest.mark.parametrize("kind", cases.TEMPERATURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -210,6 +211,7 @@ def test_ranks_whose_tokens_all_left_the_safe_set_report_as_often(alone: dict[st
                     assert both == pytest.approx(value.aggregate() / 2)
 
 
+@pytest.mark.seconds
 @starts_ranks
 def test_two_ranks_and_ulysses(alone: dict[str, Any], model: Path) -> None:
     both = engine_ranks(model, 2)

@@ -36,6 +36,7 @@ def found(model: Path) -> dict[str, Any]:
     return torch.load(f"{out}.0", weights_only=False)
 
 
+@pytest.mark.seconds
 @starts_ranks
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", ["cool", "rows"])
@@ -115,6 +116,7 @@ def test_recipe_passes_and_asks_for_the_reference() -> None:
     assert made.actor_rollout_ref.actor.use_kl_loss is True and made.actor_rollout_ref.actor.kl_loss_coef == 0.0
 
 
+@pytest.mark.seconds
 def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothing() -> None:
     teacher = ["distillation.enabled=true", "actor_rollout_ref.actor.use_kl_loss=false"]
     made = config(*teacher, f"{LOSS}.teacher_topk=16")

@@ -61,6 +61,7 @@ def test_two_losses_are_refused_by_name() -> None:
         checks.check(config("+recipe=[grpo,kpo]", "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"))
 
 
+@pytest.mark.seconds
 def test_divergence_augmented_is_checked_at_launch() -> None:
     recipe = "+recipe=[grpo,divergence_augmented]"
     node = "actor_rollout_ref.actor.policy_loss"
@@ -83,6 +84,7 @@ def test_loss_recipe_alone_and_shared_discount_are_warned_about() -> None:
     assert "share algorithm.gamma=0.95" in warning
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -103,6 +105,7 @@ def test_recipes_mix_by_union() -> None:
     assert checks.check(cfg) == []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["trloo", "dr_mas", "hgpo", "gigpo", "grpo", "rloo"])
 def test_an_estimator_recipe_touches_the_algorithm_only(name: str) -> None:
     """Without `cpu`, rollout, engine and trainer stay verl's own: on a GPU they are untouched."""
@@ -118,6 +121,7 @@ def test_one_rollout_a_prompt_is_warned_about() -> None:
     assert "rollout.n=1" in warning and "REINFORCE without a baseline" in warning and "2 or more" in warning
 
 
+@pytest.mark.seconds
 def test_a_mistake_ends_the_run_with_one_line() -> None:
     """Hydra turns an exception of a callback into a warning; SystemExit it lets through."""
     with pytest.raises(SystemExit, match="verl_ext: algorithm.gamma is 2"):
@@ -137,6 +141,7 @@ def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.
     assert variables == {"MINE": "a", "VERL_EXT_STRICT": "0", "VERL_USE_EXTERNAL_MODULES": "mine,verl_ext.plugin"}
 
 
+@pytest.mark.seconds
 def test_the_sandbox_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", "verl_ext.sandbox.cage=auto"))
     assert "verl_ext sandbox: auto: rlimits, seccomp, Landlock" in capsys.readouterr().out

@@ -45,6 +45,7 @@ def config(*overrides: str) -> Any:
 
 @pytest.mark.usefixtures("verl_configuration")
 class TestConfiguration:
+    @pytest.mark.seconds
     def test_a_model_differs_in_what_it_names_and_in_what_follows_from_it(self) -> None:
         made = config(
             *TWO,
@@ -77,6 +78,7 @@ class TestConfiguration:
         assert model_options.of(made) == [] and model_options.names(made) == ("policy",)
         assert checks.check(made) == []
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
@@ -188,6 +190,7 @@ class TestConfiguration:
         made = config(*TWO, "verl_ext.updates_per_batch=null")
         assert any("verl_ext.updates_per_batch=null a model with few rows" in one for one in checks.check(made))
 
+    @pytest.mark.seconds
     def test_a_resume_with_other_models_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
         place = f"trainer.default_local_dir={tmp_path}"
@@ -205,6 +208,7 @@ class TestConfiguration:
                 checks.check(config(place, *given))
         checks.check(config(place, "trainer.resume_mode=disable"))
 
+    @pytest.mark.seconds
     def test_the_plan_is_made_of_the_configs_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -309,6 +313,7 @@ def team(**further: Member) -> Lead:
     return made
 
 
+@pytest.mark.seconds
 def test_each_model_gets_its_own_rows_and_names_its_own_metrics(store: Any) -> None:
     small, idle, frozen = Member("small"), Member("idle"), Member("frozen", trained=False)
     run = team(small=small, idle=idle, frozen=frozen)
@@ -422,6 +427,7 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
     assert seen["replica_rank"] == 2001 and server_name(2001) == "embedded_server_2001_0"
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize("pool", [None, 2])
 def test_a_model_that_is_not_trained_is_servers_alone(
@@ -510,6 +516,7 @@ class Saved:
         self.loaded = int((Path(local_path) / "step").read_text())
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize("keep", [None, 1, 2, 3])
 @pytest.mark.parametrize("survivor", ["policy", "small"])
@@ -548,6 +555,7 @@ def test_a_kill_between_the_saves_of_two_models_resumes_all_from_the_step_before
     assert {name: group.loaded for name, group in again.groups.items()} == {"policy": 3, "small": 3}
 
 
+@pytest.mark.seconds
 def test_all_models_are_saved_and_synchronised_together(tmp_path: Path) -> None:
     calls: list[Any] = []
 

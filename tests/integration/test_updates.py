@@ -400,6 +400,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return float((a - b).norm()) <= 5e-6 * float(b.norm()) and float(b.norm()) > 0.1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("mode", gradients.MODES)
 def test_rows_do_not_change_the_scale_of_the_loss(one_rank: dict[Any, dict[str, Any]], mode: str) -> None:
     """One update of a batch: the same tokens in twice the rows, with or without padding, give the same gradient."""

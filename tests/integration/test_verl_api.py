@@ -72,6 +72,7 @@ def imported_names() -> Iterator[tuple[str, str, str]]:
                         yield from ((path.name, str(node.module), alias.name) for alias in node.names)
 
 
+@pytest.mark.seconds
 def test_every_name_that_is_imported_is_on_the_list() -> None:
     listed = {
         (module, name.split("(")[0].split(".")[0])
@@ -135,6 +136,7 @@ def test_a_name_that_takes_other_parameters_is_missing(config: Any, monkeypatch:
     verl_api.require(config())  # nobody asks for it here
 
 
+@pytest.mark.seconds
 def test_only_what_the_run_wants_is_looked_up(config: Any, tmp_path: Path) -> None:
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
     assert verl_api.features(config()) == [
@@ -150,6 +152,7 @@ def test_only_what_the_run_wants_is_looked_up(config: Any, tmp_path: Path) -> No
     assert {verl_api.PRUNING, verl_api.CPU, verl_api.ORCHESTRA, verl_api.UPDATES} <= set(verl_api.features(more))
 
 
+@pytest.mark.seconds
 def test_the_data_may_name_the_agent_loop(config: Any, tmp_path: Path) -> None:
     import pandas
 
@@ -162,6 +165,7 @@ def test_the_data_may_name_the_agent_loop(config: Any, tmp_path: Path) -> None:
     assert verl_api.agent_loops(config(plain, "data.train_files=hdfs://far/away.parquet")) == set(plugin.AGENT_LOOPS)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("version", "said"),
     [

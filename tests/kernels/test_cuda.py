@@ -56,6 +56,7 @@ def gpu() -> Iterator[Judge]:
         yield made
 
 
+@pytest.mark.seconds
 def test_a_right_kernel_is_paid_with_speed(gpu: Judge) -> None:
     verdict = gpu.evaluate(TASK, TRITON)
     assert verdict.correct and not verdict.decoy and verdict.pairs == 3, verdict
@@ -65,6 +66,7 @@ def test_a_right_kernel_is_paid_with_speed(gpu: Judge) -> None:
     assert list(verdict.profile)[0] == "fused" and verdict.reward() > 0.5
 
 
+@pytest.mark.seconds
 def test_time_outside_of_the_kernels_is_no_coverage_and_costs_speed(gpu: Judge) -> None:
     slow = gpu.evaluate(TASK, forward("time.sleep(0.2)", "return launch(x, a, b)"))
     assert slow.correct and slow.coverage < 0.5 and slow.candidate_us >= 200_000, slow
@@ -85,6 +87,7 @@ def test_a_decoy_is_not_paid(gpu: Judge, lines: tuple[str, ...]) -> None:
     assert verdict.correct and verdict.decoy and verdict.worth == verdict.coverage == verdict.reward() == 0.0, verdict
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("lines", "status"),
     [

@@ -42,12 +42,14 @@ def test_there_are_many_kinds_and_each_has_its_defence() -> None:
     assert len({hack.text for hack in HONEST}) == 7
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("hack", HONEST, ids=by_name)
 def test_an_honest_kernel_is_paid(judge: Judge, hack: Hack) -> None:
     verdict = most(judge, Task.of(hack.task), hack.text, hack.language, hack.paid)
     assert hack.paid(verdict), verdict
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("hack", HACKS, ids=by_name)
 def test_a_trick_is_not_paid(judge: Judge, hack: Hack) -> None:
     verdict = most(judge, Task.of(hack.task), hack.text, hack.language, lambda found: not hack.paid(found))

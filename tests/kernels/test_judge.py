@@ -73,6 +73,7 @@ class ModelNew:
 ```"""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("language", "text"),
     [
@@ -91,6 +92,7 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
     assert sum(verdict.profile.values()) == pytest.approx(1.0) and 0 <= verdict.coverage <= 1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("language", "text", "status"),
     [
@@ -129,6 +131,7 @@ def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, languag
     assert judge.evaluate(TASK, "krve mul add relu", "fuse").correct
 
 
+@pytest.mark.seconds
 def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) -> None:
     verdict = judge.evaluate(TASK, TRITON, "triton")
     assert verdict.status == "right" and not verdict.decoy and verdict.worst < 0.1, verdict
@@ -141,6 +144,7 @@ def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) ->
     assert "No kernel of yours changes the result" in feedback(verdict, "triton")
 
 
+@pytest.mark.seconds
 def test_one_that_ends_with_a_word_of_the_judge_unread_is_to_blame(judge: Judge) -> None:
     ends = "import os, time\ndef end(*_):\n    time.sleep(0.5)\n    os._exit(0)\nos.read = end\nclass ModelNew:"
     verdict = judge.evaluate(TASK, PYTHON.replace("class ModelNew:", ends), "python")
@@ -248,6 +252,7 @@ def test_where_triton_is_missing_nobody_is_to_blame(judge: Judge, monkeypatch: p
         check_kernels({"verl_ext": {"kernels": options}})
 
 
+@pytest.mark.seconds
 def test_nothing_is_left_of_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others use the machine's
     with Judge(JudgeOptions(pairs=3, max_pairs=3, looks=10)) as judge:

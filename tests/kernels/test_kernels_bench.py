@@ -33,6 +33,7 @@ def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], mo
     assert all(0 < row["coverage"] <= 1 and row["largest_error"] >= 0 for row in found["coverage"])
 
 
+@pytest.mark.seconds
 def test_random_programs_are_right_and_all_different(judge: Judge) -> None:
     made = candidates(60)
     assert len(set(made)) == 60 and made == candidates(60) != candidates(60, seed=1)

@@ -140,6 +140,7 @@ def dump(folder: Path, answers: list[list[str]]) -> Path:
     return path
 
 
+@pytest.mark.seconds
 def test_scaling_over_recorded_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = f"kcse {CHAIN}"
     path = dump(tmp_path, [[WRONG, FUSED, WRONG, NONE, NONE], [f"t {CHAIN}", slow, WRONG]])

@@ -32,6 +32,7 @@ def figures(pool: Pool) -> dict[str, int]:
     return ray.get(pool.broker.figures.remote())
 
 
+@pytest.mark.seconds
 def test_one_program_is_judged_once(pool: Pool) -> None:
     first = asyncio.run(several(pool, ["krve mul add relu", " krve  mul add relu ", "krve mul add relu", "k nothing"]))
     assert [one.status for one in first] == ["right", "right", "right", "no_code"]  # type: ignore[attr-defined]

@@ -113,6 +113,7 @@ class ModelNew(torch.nn.Module):
 '''
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("task", [RELU, SOFTMAX, MATMUL, LINEAR, ARGMAX], ids=lambda task: task.name)
 def test_right_kernels_in_triton(judge: Judge, task: Task) -> None:
     verdict = judge.evaluate(task, TRITON[task.name], "triton")
@@ -147,6 +148,7 @@ def test_kernels_in_c_are_timed(judge: Judge) -> None:
     assert verdict.correct and not verdict.decoy and verdict.speedup > 0 and verdict.pairs == 3, verdict
 
 
+@pytest.mark.seconds
 def test_what_a_machine_cannot_hold_is_refused(judge: Judge) -> None:
     huge = problem("huge", "torch.relu(x)", "torch.randn(1 << 20, 1 << 12)")
     with pytest.raises(Infrastructure, match=r"huge needs about 65536 MiB .* limit is 1024 MiB, .* memory_mb=1024"):
@@ -172,6 +174,7 @@ def test_words_and_names() -> None:
         prompt(RELU, "fuse")
 
 
+@pytest.mark.seconds
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "relu.py").write_text(RELU.code)
     (tmp_path / "answer.txt").write_text(PYTHON)

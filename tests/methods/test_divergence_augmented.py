@@ -22,6 +22,7 @@ def batch(seed: int, rows: int = 4, length: int = 9) -> tuple[torch.Tensor, ...]
     return old, new, advantages, mask
 
 
+@pytest.mark.seconds
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_against_the_recurrence(seed: int, c: float) -> None:

@@ -244,6 +244,7 @@ def test_an_advantage_that_does_not_fit_names_its_row(value):
     assert broadcast_rows(np.array([3e38, -3e38, 0.0]), mask)[:, 1].tolist() == pytest.approx([3e38, -3e38, 0.0])
 
 
+@pytest.mark.seconds
 def test_methods_import_without_verl_ray_or_transformers():
     code = (
         "import sys, pkgutil, importlib\n"

@@ -81,6 +81,7 @@ def observations(length):
     return z, every.reshape(len(QS), 2, rows, length)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("q", QS)
 @pytest.mark.parametrize("length", [1, 2, 17, 4096, 131072])
 def test_filter_matches_the_sequential_recurrence(q, length):

@@ -376,6 +376,7 @@ def test_temperatures_by_row() -> None:
     assert torch.equal(same.log_probs, number.log_probs)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 @pytest.mark.parametrize("rho", [1.0, 0.3, 0.05, 6.144e-6])
 def test_the_set_is_the_embedded_samplers(temperature: float, rho: float) -> None:
@@ -403,6 +404,7 @@ def test_the_set_is_the_embedded_samplers(temperature: float, rho: float) -> Non
     assert 0 < float(theirs[:, 1:16].float().mean()) < 1
 
 
+@pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_properties(data: st.DataObject) -> None:
@@ -555,6 +557,7 @@ def test_triton_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
     assert done.stdout.split() == ["3", "kernels"]
 
 
+@pytest.mark.seconds
 def test_it_works_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

@@ -91,6 +91,7 @@ def rules(b: dict[str, Any]) -> dict[str, rejection.Rejection]:
     }
 
 
+@pytest.mark.seconds
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
 def test_properties_of_every_rule(seed: int) -> None:

@@ -232,6 +232,7 @@ def test_token_baseline_has_more_variance_than_the_mean_in_a_small_group_with_a_
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_hgpo_against_gigpo_where_the_optimal_action_depends_on_history():
     samples, group_size = forgetful_room(gap=5.0), 6
     truth = true_gradient(samples)

@@ -147,6 +147,7 @@ def test_in_place_of_rays_file_for_runtime_environments(node: Node, context: dic
     assert worker.wait(120) == 0
 
 
+@pytest.mark.seconds
 def test_forks_do_not_share_rays_random_ids(node: Node) -> None:
     """The import of a module with actor classes must not seed the generators that all forks inherit."""
     lines = (
@@ -159,6 +160,7 @@ def test_forks_do_not_share_rays_random_ids(node: Node) -> None:
     assert len(set(ids)) == 4
 
 
+@pytest.mark.seconds
 def test_peers_that_leave_early_stop_nobody(node: Node) -> None:
     assert node.start().wait(120) == 0
     for part in (b"", b"\0\0", b"\0\0\0\x63", b'\0\0\0\x63{"argv": ["x"', b"\0\0\0\x02{}", b"\0\0\0\x03abc"):
@@ -218,6 +220,7 @@ def test_the_server_ends_with_the_node_and_takes_its_files_along(node: Node) -> 
     assert list(node.base.parent.iterdir()) == []
 
 
+@pytest.mark.seconds
 def test_a_server_without_workers_ends_and_one_with_a_worker_stays(node: Node) -> None:
     soon = {fork_worker.IDLE_S: "0.3"}
     busy = node.start("wait", **soon)

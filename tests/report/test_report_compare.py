@@ -227,6 +227,7 @@ def test_long_series_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     assert whole["width"] == 1 and len(whole["series"][0]["0"]["v"]) == 1000
 
 
+@pytest.mark.seconds
 def test_command_writes_a_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for cell, offset in (("$x_{1}$", 0.0), ("_b", 1.0)):
         for seed in (0, 1):

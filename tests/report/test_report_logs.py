@@ -67,6 +67,7 @@ def source_of(folder: Path, source: str) -> Path:
     return {"jsonl": folder, "tensorboard": folder / "events", "wandb": folder / "wandb"}[source]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("source", ["jsonl", "tensorboard", "wandb"])
 def test_a_run_reads_the_same_from_each_logger(written: Path, source: str) -> None:
     run = read_run(source_of(written, source))
@@ -116,6 +117,7 @@ def test_a_damaged_file_is_read_as_far_as_it_is_sound(written: Path, source: str
     assert run.steps[0] == pytest.approx(whole.steps[0], nan_ok=True) and 3 <= len(run.steps) < STEPS
 
 
+@pytest.mark.seconds
 def test_any_byte_of_an_event_file_may_be_wrong(written: Path, tmp_path: Path) -> None:
     content = next((written / "events").iterdir()).read_bytes()[:500]
     copy = tmp_path / "x.tfevents.1"
@@ -168,6 +170,7 @@ def test_what_is_no_log_is_said(tmp_path: Path) -> None:
         read_run(tmp_path / "empty")
 
 
+@pytest.mark.seconds
 def test_runs_of_all_loggers_beside_each_other(written: Path, tmp_path: Path) -> None:
     runs = compare.load([written, written / "events", written / "wandb"])
     assert [run.log.source for run in runs] == ["jsonl", "tensorboard", "wandb"]

@@ -334,6 +334,7 @@ def overrides(table: Table, cell: Cell) -> list[str]:
     return [plan.expand(word, table.full.needs.inputs, INPUTS) for word in words]
 
 
+@pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 @pytest.mark.parametrize(("table", "cell"), CELLS)
 def test_cell_composes_and_is_valid(
@@ -362,6 +363,7 @@ def test_the_expectations_name_tables_and_cells() -> None:
     assert all(cell in names[table] for table, cell in CELL_SETTINGS)
 
 
+@pytest.mark.seconds
 def test_both_kernelbench_tables_differ_in_the_model_only() -> None:
     small, large = (find_table(f"trloo/kernelbench{ending}").full for ending in ("", "_14b"))
     differing = {key for key in {**small.overrides, **large.overrides} if small.overrides[key] != large.overrides[key]}
@@ -424,6 +426,7 @@ def run_script(path: Path, folder: Path, *arguments: str, **environment: str) ->
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_script_says_what_run_says(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = printed(table, tmp_path, capsys)

@@ -257,6 +257,7 @@ def test_a_missing_data_set_says_both_ways(tmp_path: Path) -> None:
     assert "not fetched from a hub. Get it with" in fails(find_source("wiki18"), tmp_path / "out", None)
 
 
+@pytest.mark.seconds
 def test_no_network(tmp_path: Path) -> None:
     """A whole process that may not use the network; what needs none is prepared all the same."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "VERL_EXT_HOME": str(tmp_path)}
@@ -364,6 +365,7 @@ def test_the_command_prepares_what_it_can(
     assert not [one for one in needs.lacks(find_table("otb"), find_table("otb").full, []) if "data" in str(one)]
 
 
+@pytest.mark.seconds
 def test_the_command_takes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--out", str(tmp_path)]
     assert cli(["reproduce", "prepare", "hgpo", "--only", "alfworld_in", "--only", "alfworld_out", *where]) == 0
@@ -377,6 +379,7 @@ def test_the_command_takes_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "wiki18.jsonl").is_file()
 
 
+@pytest.mark.seconds
 def test_problems_of_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

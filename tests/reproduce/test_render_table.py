@@ -252,6 +252,7 @@ def test_json_is_strict_and_complete(table: Table, tmp_path: Path) -> None:
     assert data["commands"] == list(result.commands)
 
 
+@pytest.mark.seconds
 def test_files_and_printed_table(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from matplotlib import image
 
@@ -271,6 +272,7 @@ def test_files_and_printed_table(table: Table, tmp_path: Path, capsys: pytest.Ca
             assert (abs(picture[..., :3] - wanted).max(-1) < 0.02).sum() > 100
 
 
+@pytest.mark.seconds
 def test_text_of_the_picture(table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 

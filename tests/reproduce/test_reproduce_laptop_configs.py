@@ -26,6 +26,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize(("table", "cell"), CELLS)
 def test_a_laptop_cell_is_a_valid_run(table: Table, cell: Cell, tmp_path: Path) -> None:

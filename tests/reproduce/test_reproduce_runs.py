@@ -241,6 +241,7 @@ def test_complete_runs_are_skipped_and_the_table_is_written(tmp_path: Path, caps
     assert code == 1 and "overrides of the command line: were none, are trainer.save_freq=1" in err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -307,6 +308,7 @@ def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypat
     assert not any("GPU" in lack.what for lack in on_a_cluster)
 
 
+@pytest.mark.seconds
 def test_a_package_that_a_laptop_task_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     lake, lake_scale = scale_of(find_table("gigpo"), "laptop")
     monkeypatch.setattr(needs, "has_package", lambda name: name != "gymnasium")
@@ -321,6 +323,7 @@ def test_packages_are_known_by_distribution_or_module() -> None:
     assert needs.packages(OTB, [OTB.full.cells["otb_n4"]])[0] == "vllm"
 
 
+@pytest.mark.seconds
 def test_list_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = reproduce(capsys, "list")
     assert code == 0 and "otb/samples  (alias otb)" in out and "abstract-or-blog" in out
@@ -339,6 +342,7 @@ def test_list_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and out.startswith("#!/usr/bin/env bash")
 
 
+@pytest.mark.seconds
 def test_list_answers_at_once() -> None:
     """CPU time of the whole command, which other load does not change."""
     import resource
@@ -371,6 +375,7 @@ def test_jobs_are_named_by_table_cell_and_seed(
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"
 
 
+@pytest.mark.seconds
 def test_an_address_where_nothing_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("run", "otb", "--scale", "laptop", "--out", tmp_path, "--submit")
     code, _, err = reproduce(capsys, *words, "127.0.0.1:1")

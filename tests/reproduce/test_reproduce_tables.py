@@ -20,6 +20,7 @@ from verl_ext.reproduce.tables import KINDS, TableError, UnknownTableError
 METHODS = ("dr_mas", "trloo", "hgpo", "kpo", "otb", "dvp")
 
 
+@pytest.mark.seconds
 def test_every_method_has_a_default_table_whose_laptop_scale_can_be_run() -> None:
     found = tables()
     assert [table.name for table in found] == sorted(table_paths())
@@ -36,6 +37,7 @@ def test_every_method_has_a_default_table_whose_laptop_scale_can_be_run() -> Non
             assert number.metric in table.full.metrics and number.cell in table.full.cells
 
 
+@pytest.mark.seconds
 def test_a_shared_laptop_scale_is_the_other_tables() -> None:
     owner, scale = scale_of(find_table("hgpo/webshop"), "laptop")
     assert owner.name == "hgpo/alfworld" and scale is owner.laptop
@@ -58,6 +60,7 @@ def test_verls_trainer_refuses_a_table_as_recipe() -> None:
     assert "verl-ext reproduce plan otb/samples" in done.stderr, done.stderr[-2000:]
 
 
+@pytest.mark.seconds
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(UnknownTableError, match="did you mean 'otb/samples'.*dvp/stability"):
         find_table("otb/sample")

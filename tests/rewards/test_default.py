@@ -24,6 +24,7 @@ def test_what_compares_texts_is_verls_own(source: str) -> None:
         assert compute_score(source, answer, "42") == default_compute_score(source, answer, "42")
 
 
+@pytest.mark.seconds
 def test_what_evaluates_gives_the_same_score_in_the_sandbox() -> None:
     answers = [(r"\boxed{42}", "42"), (r"\boxed{(x+1)^2}", "x^2+2*x+1"), (r"\boxed{\frac{2}{4}}", "0.7"), ("no", "4")]
     for answer, truth in answers:

@@ -34,6 +34,7 @@ def hostile(file: Path) -> list[str]:
     return [touch, system, f"[{touch}]", f"{score}._module.__builtins__['exec'](\"open({str(file)!r}, 'w')\")"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", EVALUATE)
 def test_nothing_of_the_answer_runs_and_it_is_wrong(name: str, tmp_path: Path) -> None:
     config = json.dumps({"seed": 3, "size": 1})
@@ -47,6 +48,7 @@ def test_nothing_of_the_answer_runs_and_it_is_wrong(name: str, tmp_path: Path) -
         assert not verdict.solved and not file.exists(), (answer, verdict)
 
 
+@pytest.mark.seconds
 def test_outside_of_the_sandbox_they_run(tmp_path: Path) -> None:
     """What the test above would look like if nothing held the answers."""
     file = tmp_path / "made"

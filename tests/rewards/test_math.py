@@ -55,6 +55,7 @@ def test_a_tower_of_powers_is_stopped_and_counted(answer: str) -> None:
     assert reasons(compute_score("math", r"\boxed{\frac{6}{2}}", "3")) == set()
 
 
+@pytest.mark.seconds
 def test_a_right_answer_does_not_wait_behind_towers() -> None:
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         towers = [
@@ -65,6 +66,7 @@ def test_a_right_answer_does_not_wait_behind_towers() -> None:
         assert all(reasons(tower.result()) == {"timeout"} for tower in towers)
 
 
+@pytest.mark.seconds
 def test_an_answer_that_fills_the_memory_is_wrong() -> None:
     result = compute_score("math", r"\boxed{10^{10^{10}}}", "3", timeout_s=2.0)
     assert result["score"] == 0.0 and reasons(result) <= {"memory", "timeout"} and reasons(result)

@@ -174,6 +174,7 @@ def check_greedy(model) -> None:
         assert request.token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.seconds
 def test_sliding_window_model_equals_transformers_generate():
     torch.manual_seed(6)
     config = Qwen2Config(
@@ -415,6 +416,7 @@ def watched(engine: GenerationEngine) -> list[int]:
     return most
 
 
+@pytest.mark.seconds
 def test_key_value_memory_is_bounded(model):
     per_token = kv_bytes_per_token(model.config, torch.float32)
     assert per_token == 2 * 2 * 2 * 8 * 4
@@ -435,6 +437,7 @@ def test_key_value_memory_is_bounded(model):
     assert engine.kv_nbytes == 0
 
 
+@pytest.mark.seconds
 def test_one_long_request_after_many_short_ones_keeps_the_bound():
     model = tiny_model(4)
     model.config.max_position_embeddings = 4096

@@ -148,6 +148,7 @@ def test_so_is_a_coroutine_that_breaks(how: str) -> None:
     assert caught.value.reason == FAULTS[how][0]
 
 
+@pytest.mark.seconds
 def test_one_that_hangs_is_killed_and_nobody_waits_for_it() -> None:
     async def both() -> tuple[list[Any], list[int]]:
         hanging = [session("Broken", how="hang", step_s=600.0) for _ in range(4)]
@@ -172,6 +173,7 @@ def test_one_that_hangs_is_killed_and_nobody_waits_for_it() -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.seconds
 def test_one_that_will_not_close_is_ended() -> None:
     pid = walk("Stubborn")[1].info["pid"]
     assert gone(pid)

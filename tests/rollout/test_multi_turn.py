@@ -224,6 +224,7 @@ def test_verifier_that_fails_on_every_answer_ends_its_trajectory(tokenizer: Any)
         play(tokenizer, ["1", "2"], row=task_row("n_queens", "1"))
 
 
+@pytest.mark.seconds
 def test_answer_that_keeps_the_verifier_busy_is_wrong(tokenizer: Any) -> None:
     row = task_row("polynomial_multiplication", "x**2")
     rows, _ = play(tokenizer, ["9**9**9", "x*x"], options={"verifier_timeout_s": 3.0}, row=row)
@@ -300,6 +301,7 @@ def called(**arguments: int) -> str:
     return f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
 
 
+@pytest.mark.seconds
 def test_tools_of_an_mcp_server(with_tools: Any, sums: dict[str, Any]) -> None:
     """Shown, called, answered; a call is a row and no answer; what fails is read by the model and counted."""
     texts = ["11", called(a=3, b=9), called(a=7), "12"]
@@ -327,6 +329,7 @@ def test_tools_of_an_mcp_server(with_tools: Any, sums: dict[str, Any]) -> None:
     assert f"<|im_start|>tool\n{error}" in prompts[3]
 
 
+@pytest.mark.seconds
 def test_rounds_and_time_of_tools_are_bounded(with_tools: Any, sums: dict[str, Any]) -> None:
     """A server that is slow is cut off; a call beyond the rounds is an answer, and a wrong one."""
     options = {"max_turns": 2, "tools": ["add"], "mcp": sums, "max_tool_rounds": 1, "tool_timeout_s": 1}
@@ -339,6 +342,7 @@ def test_rounds_and_time_of_tools_are_bounded(with_tools: Any, sums: dict[str, A
     assert fields(rows, "anchor_obs")[1] == f"{QUESTION}\nError: Timeo"
 
 
+@pytest.mark.seconds
 def test_a_trajectory_that_ends_in_a_tool_call(with_tools: Any, sums: dict[str, Any]) -> None:
     """It has the score of its last answer, and none without an answer."""
     options = {"tools": ["add"], "mcp": sums, "turn_reward": "score", "tool_timeout_s": 600}

@@ -318,6 +318,7 @@ def stuck(prompt: str) -> Any:
     return (60.0, "late")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("how", "keys", "reason", "detail", "agents"),
     [
@@ -350,6 +351,7 @@ def test_a_failure_ends_its_own_trajectory(
     assert rows[0].response_mask == [0] * len(rows[0].response_ids)
 
 
+@pytest.mark.seconds
 def test_a_call_that_takes_too_long(play: Any) -> None:
     rows, _ = play("test_faulty", stuck, keys={"options": {"how": "caught"}, "call_timeout_s": 1.0})
     assert fields(rows, "agent_id") == ["left"] and rows[0].reward_score == 1.0
@@ -696,6 +698,7 @@ def test_an_agent_with_tools(play: Any) -> None:
 MCP = "verl_ext.orchestra.mcp"
 
 
+@pytest.mark.seconds
 def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -> None:
     """Its schema, its answer in the next prompt; its errors are the tool's; one that ended comes back."""
     call = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
@@ -723,6 +726,7 @@ def test_an_agent_with_tools_of_an_mcp_server(play: Any, sums: dict[str, Any]) -
     mcp_tools.check(sums, MCP)
 
 
+@pytest.mark.seconds
 def test_an_mcp_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And ended."""
     monkeypatch.setattr(mcp_tools, "START_S", 5.0)
@@ -733,6 +737,7 @@ def test_an_mcp_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPa
         os.kill(int(said.read_text()), 0)
 
 
+@pytest.mark.seconds
 def test_mcp_servers_that_cannot_be_used_are_refused() -> None:
     for node, words in (
         ({"one": {}}, "mcp.one.*give either command or url"),
@@ -935,6 +940,7 @@ def test_planner_worker(play: Any) -> None:
     assert rows[-1].extra_fields["answer"] == "got 3\n\ngot 9\n\ngot left out"
 
 
+@pytest.mark.seconds
 def test_planner_worker_without_a_plan_or_a_worker(play: Any) -> None:
     rows, _ = play("planner_worker", planners("no parts"))
     assert fields(rows, "agent_id") == ["planner", "worker", "aggregator"]
@@ -1013,6 +1019,7 @@ def served() -> Iterator[Callable[..., Served]]:
         one.close()
 
 
+@pytest.mark.seconds
 def test_an_agent_with_an_endpoint_plays_and_makes_no_row(
     play: Any, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1064,6 +1071,7 @@ def test_an_endpoint_that_refuses_ends_the_rollout_and_keeps_the_key(
         play("test_pair", PAIR, keys=TOLD, models=models)
 
 
+@pytest.mark.seconds
 def test_an_endpoint_that_says_nothing_in_time(play: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"

@@ -96,6 +96,7 @@ def controls(tokenizer: Any, ids: list[int]) -> list[str]:
     return [known[index] for index in ids if index in known]
 
 
+@pytest.mark.seconds
 def test_what_is_a_control_token(qwen: Any, smollm2: Any) -> None:
     assert sorted(control_tokens(qwen)) == sorted([*SPECIAL, *TAGS])
     assert {*SPECIAL, "<file_sep>", "<empty_output>"} <= set(control_tokens(smollm2))

@@ -39,6 +39,7 @@ GAMES = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("game", GAMES)
 def test_games_of_textarena(game: str) -> None:
     def episode() -> list[Any]:
@@ -111,6 +112,7 @@ DATASETS = (
 ).split()
 
 
+@pytest.mark.seconds
 def test_questions_of_reasoning_gym(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each question's own answer is right, by the verifier in the sandbox."""
     prepare = ["prepare", "reasoning_gym", "--rows", "2", "1", "--out", str(tmp_path)]

@@ -88,6 +88,7 @@ def test_two_builders_at_once(options: Bm25Options) -> None:
     assert len(list(Path(options.cache_dir).iterdir())) == 1  # no half-made folder is left
 
 
+@pytest.mark.seconds
 def test_processes_share_one_copy(tmp_path: Path) -> None:
     """What a process adds to memory of its own when it searches is a small part of the corpus."""
     passages = [{"id": str(i), "title": f"t{i}", "text": f"word{i % 500} " + "x" * 4000} for i in range(20_000)]
@@ -270,6 +271,7 @@ def test_http_does_not_repeat_what_will_not_mend(server: Server, told: Any, deta
     assert len(server.requests) == 1
 
 
+@pytest.mark.seconds
 def test_http_timeout(server: Server) -> None:
     server.script = ["slow", "slow"]
     (found,) = ask(server.url, ["a"], timeout_s=1.0, retries=1)
@@ -312,6 +314,7 @@ def excerpt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return geonames.write(folder, train=40, val=8, held_out=("country",), limit=120, seed=3)
 
 
+@pytest.mark.seconds
 def test_every_question_is_answered_by_one_passage() -> None:
     passages, questions = geonames.build(limit=120)
     by_id = {passage["id"]: passage for passage in passages}
@@ -322,6 +325,7 @@ def test_every_question_is_answered_by_one_passage() -> None:
     assert counts["population"] == counts["country"] == 120 and counts["capital"] > 200
 
 
+@pytest.mark.seconds
 def test_the_excerpt_trains_and_is_searched(excerpt: dict[str, Path], tmp_path: Path) -> None:
     train, val = pandas.read_parquet(excerpt["train"]), pandas.read_parquet(excerpt["val"])
     assert len(train) == 40 and set(train["data_source"]) == {"geonames/population"}
@@ -337,6 +341,7 @@ def test_the_excerpt_trains_and_is_searched(excerpt: dict[str, Path], tmp_path: 
     assert pandas.read_parquet(again["train"])["prompt"].map(str).tolist() == train["prompt"].map(str).tolist()
 
 
+@pytest.mark.seconds
 def test_the_examples_are_what_the_team_would_see_and_say(excerpt: dict[str, Path]) -> None:
     examples = json.loads(excerpt["examples"].read_text())
     assert {name: len(one) for name, one in examples.items()} == {"verifier": 2, "searcher": 1, "answerer": 1}
@@ -364,6 +369,7 @@ def test_the_examples_are_what_the_team_would_see_and_say(excerpt: dict[str, Pat
     assert again["examples"].read_text() == excerpt["examples"].read_text()
 
 
+@pytest.mark.seconds
 def test_excerpts_that_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="'weather' is no kind of question"):
         geonames.write("nowhere", kinds=("weather",))

@@ -295,6 +295,7 @@ def test_a_prompt_that_cannot_be_shortened_ends_the_trajectory(tokenizer: Any) -
     assert rows[0].response_mask == [0] and len(rows[0].prompt_ids) <= 5
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

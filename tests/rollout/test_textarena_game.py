@@ -82,6 +82,7 @@ def acts(*moves: Any) -> list[str]:
     return [f"<action>{move}</action>" for move in moves]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("game", GAMES)
 def test_games_for_two(game: str) -> None:
     def episode() -> list[Any]:
@@ -98,6 +99,7 @@ def test_games_for_two(game: str) -> None:
     assert episode() == episode(), "the same seed gives the same episode"
 
 
+@pytest.mark.seconds
 def test_a_game_that_is_won(play: Any) -> None:
     rows, server = play((acts(0, 1, 2), acts(3, 4)))
     assert fields(rows, "agent_id") == ["player_0", "player_1"] * 2 + ["player_0"]
@@ -146,6 +148,7 @@ def test_a_game_that_does_not_end_is_lost_by_both(play: Any, keys: dict[str, Any
     assert fields(rows, "failure") == [""] * 3
 
 
+@pytest.mark.seconds
 def test_a_game_that_breaks(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(textarena_game, "GAME", "broken_games:Breaks")
     rows, _ = play((acts(0), acts(8)))
@@ -156,6 +159,7 @@ def test_a_game_that_breaks(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fields(rows, "failure") == ["environment_error"] and fields(rows, "valid_row") == [False]
 
 
+@pytest.mark.seconds
 def test_the_row_names_the_game_and_what_is_none_ends_the_run(play: Any, tmp_path: Path) -> None:
     out = tmp_path / "nim.parquet"
     kwargs = json.dumps({"game": "Nim-v0"})

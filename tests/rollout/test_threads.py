@@ -23,6 +23,7 @@ from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
 
 
+@pytest.mark.seconds
 def test_slow_work_takes_no_time_from_what_waits_for_a_thread() -> None:
     """Thirty calls of 0.1 s on two threads: the last wait longer than their limit, which counts from their start."""
     pool, gate = Threads("judging", 2), threading.Event()

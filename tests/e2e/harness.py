@@ -76,6 +76,18 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def other_tokenizer(folder: Path) -> Path:
+    """`make_model` with another vocabulary: pairs of digits and letters are tokens too, and ids are others."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(make_model(folder, seed=1))
+    pairs = [f"{a}{b}" for a in "0123456789" for b in "0123456789"]
+    assert tokenizer.add_tokens(pairs) == 100
+    tokenizer.save_pretrained(folder)
+    small_llama(tokenizer, seed=1).save_pretrained(folder)
+    return folder
+
+
 def make_data(folder: Path, rows: int = 32, agent_loop: str | None = None, source: str = "toy") -> Path:
     """Single-turn prompts whose reward is `REWARD`, or what verl has for another data source."""
     import pandas

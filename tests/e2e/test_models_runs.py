@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_server import Served
-from harness import Lab, Run, make_model
+from harness import Lab, Run, other_tokenizer
 from test_main_job import finite
 
 pytestmark = pytest.mark.e2e
@@ -54,20 +54,6 @@ def weights(run: Run, model: str = "") -> dict[str, torch.Tensor]:
     path = run.folder / "checkpoints/global_step_2/actor" / model / "model_world_size_1_rank_0.pt"
     state = torch.load(path, weights_only=False)
     return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
-
-
-def other_tokenizer(folder: Path) -> Path:
-    """The harness's model with another vocabulary: pairs of digits and letters are tokens too, and ids are others."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(make_model(folder, seed=1))
-    pairs = [f"{a}{b}" for a in "0123456789" for b in "0123456789"]
-    assert tokenizer.add_tokens(pairs) == 100
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig.from_pretrained(folder, vocab_size=len(tokenizer))
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,8 +118,8 @@ class TestConfiguration:
                 ],
                 r"endpoint\.api_key_env: the environment variable VERL_EXT_NO_SUCH_KEY is empty or not set",
             ),
-            (["+verl_ext.models.small.rollout.name=vllm"], r"rollout\.name=vllm: several models need the embedded"),
-            (["actor_rollout_ref.rollout.name=vllm"], r"several models are served by the embedded engine only"),
+            (["+verl_ext.models.small.rollout.name=vllm"], r"small\.rollout\.name=vllm: all models of a run have one"),
+            (["actor_rollout_ref.rollout.name=trtllm"], r"rollout\.name=trtllm.*Choose one of embedded, vllm, sglang"),
             (["trainer.v1.trainer_mode=separate_async"], r"separate_async.* Use sync or colocate_async"),
             (
                 ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
@@ -399,7 +402,7 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
 
     monkeypatch.setattr(EmbeddedReplica, "launch_servers", launch)
     rollout = {"name": "embedded", "nnodes": 0, "disaggregation": {"enabled": False}}
-    made = members.numbered_servers(LLMServerManager, 2000)(
+    made = members.numbered_servers(LLMServerManager, 2 * members.STRIDE)(
         OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}}), worker_group=object()
     )
     replica = made.rollout_replica_class.__new__(made.rollout_replica_class)
@@ -411,7 +414,7 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
     import asyncio
 
     asyncio.run(RolloutReplica.init_hybrid(replica, Group()))
-    assert replica.workers == ["c", "d"] and launched == [2001]
+    assert replica.workers == ["c", "d"] and launched == [10081]
 
     class Config:
         tensor_model_parallel_size, data_parallel_size, pipeline_model_parallel_size = 2, 1, 1
@@ -423,8 +426,24 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
         assert issubclass(get_rollout_class(rollout_name, mode), object)
         return lambda config, **kwargs: seen.update(kwargs)
 
-    members.numbered_rollout(original, 2000)("embedded", "async")(config=Config())
-    assert seen["replica_rank"] == 2001 and server_name(2001) == "embedded_server_2001_0"
+    members.numbered_rollout(original, 2 * members.STRIDE)("embedded", "async")(config=Config())
+    assert seen["replica_rank"] == 10081 and server_name(10081) == "embedded_server_10081_0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [6, 8])
+def test_sglangs_server_and_its_end_of_the_weight_sync_meet(gpus: int) -> None:
+    """The last of verl's code before SGLang, for the second replica of each of three models."""
+    boundary = str(Path(__file__).parent / "server_boundary.py")
+    ranks = json.dumps([k * members.STRIDE + 1 for k in range(3)])
+    done = subprocess.run(
+        [sys.executable, boundary, "sglang", "numbers", ranks, str(gpus)], capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [one["server"] for one in found] == [f"sglang_server_{k * 5040 + 1}_0" for k in range(3)]
+    assert all(one["looked_for"] == one["server"] for one in found)
+    assert [one["first_gpu"] for one in found] == [1, 1, 1], "the GPUs of the first model's"
 
 
 @pytest.mark.seconds
@@ -481,7 +500,7 @@ def test_a_model_that_is_not_trained_is_servers_alone(
     assert not isinstance(frozen, PPOTrainer) and not hasattr(frozen, "actor_rollout_wg")
     assert frozen.config.actor_rollout_ref.model.lora_rank == 0
     frozen._setup()
-    numbers = (1000, 1001)
+    numbers = (members.STRIDE, members.STRIDE + 1)
     places = [f"run/2/{n}" for n in range(2)] if pool is None else ["its own"] * 2
     assert said == [
         *((number, place, "auto", 5) for number, place in zip(numbers, places, strict=True)),

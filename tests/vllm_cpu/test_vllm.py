@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Lab, Run, eventually, processes
+from conftest import sharpen
+from harness import Lab, Run, eventually, other_tokenizer, processes
 
 pytestmark = pytest.mark.vllm
 
@@ -144,6 +145,53 @@ def agree(step: dict[str, Any]) -> None:
     """Sampler and trainer have the same log-probabilities, to float32 rounding."""
     assert step["training/rollout_probs_diff_max"] <= 1e-5
     assert abs(step["rollout_corr/log_ppl_diff_max"]) <= 1e-5 and abs(step["rollout_corr/log_ppl_diff_min"]) <= 1e-5
+
+
+def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
+    """Two models that are trained, with different vocabularies, and one that is served alone, in one pool."""
+    other, still = (other_tokenizer(vllm_lab.root / name) for name in ("other", "still"))
+    sharpen(other)
+    run = vllm_lab.run(
+        "models",
+        "[dr_mas,cpu]",
+        [
+            VLLM,
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+            "+verl_ext.orchestra.name=four",
+            "+verl_ext.orchestra.modules=[seeded_team]",
+            *(f"+verl_ext.models.{name}.model.path={path}" for name, path in (("other", other), ("still", still))),
+            "+verl_ext.models.still.trained=false",
+            *(f"+verl_ext.orchestra.agents.{a}.model={m}" for a, m in (("critic", "other"), ("judge", "still"))),
+            "data.train_batch_size=2",
+            "data.max_prompt_length=128",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            "verl_ext.updates_per_batch=1",
+            "trainer.save_freq=1",
+        ],
+        environment={"PYTHONPATH": f"{HERE.parent / 'e2e'}:{os.environ.get('PYTHONPATH', '')}"},
+    ).check()
+    for step in (1, 2):
+        metrics = run.metrics[step]
+        assert finite(metrics)
+        assert [metrics[f"model/{name}/rows"] for name in ("policy", "other", "still")] == [8, 8, 8]
+        for name in ("policy", "other"):
+            assert metrics[f"training/{name}/rollout_probs_diff_max"] <= 1e-5
+            assert metrics[f"actor/{name}/grad_norm"] > 0
+        assert not any(key.startswith("actor/still/") for key in metrics)
+    assert {(row["agent_id"], row["model"]) for row in run.rows(2)} == {
+        ("writer", "policy"),
+        ("critic", "other"),
+        ("judge", "still"),
+    }
+    # What the first step changed would show in the second, had it not been sent.
+    ids = torch.arange(3, 60)[None]
+    for name, before in (("policy", vllm_lab.model), ("other", other)):
+        after = run.folder / "checkpoints" / "global_step_1" / "actor" / name / "huggingface"
+        one, two = (load(folder)(ids).logits.softmax(-1) for folder in (before, after))
+        assert float((one - two).abs().max()) > 1e-3
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
 
 
 def test_engine_that_dies_in_a_weight_sync_ends_the_run(vllm_lab: Lab) -> None:

@@ -35,6 +35,12 @@ CHANGES = "changes"
 SHARED = ("n", "temperature", "top_p", "top_k", "val_kwargs", "agent", "multi_turn", "calculate_log_probs", "mode")
 """Keys of ``rollout`` that belong to the run: agent loops are told one value for all."""
 
+ENGINES = ("embedded", "vllm", "sglang")
+"""Rollout engines whose servers and weight channels follow from a replica's number alone."""
+
+GPU_MEMORY = 0.9
+"""Share of a GPU's memory that the servers on it may take together."""
+
 FREE = ("override", "kwargs", "custom", "lora")
 """Parts of names of verl's nodes that take any key."""
 
@@ -151,10 +157,9 @@ def complete(config: Any) -> None:
         if CHANGES in node:
             continue
         given = {key: node[key] for key in SECTIONS if key in node}
-        overlay: dict[str, Any] = {"actor_rollout_ref": given} if given else {}
         for key, keys in given.items():
             _require_known(config.actor_rollout_ref[key], keys, f"{KEY}.{model.name}.{key}")
-        before, after = dict(_leaves_of(config, {})), dict(_leaves_of(config, overlay))
+        before, after = dict(_leaves_of(config)), dict(_leaves_of(overlaid(config, model)))
         changes = {key: value for key, value in after.items() if key not in before or before[key] != value}
         with open_dict(config):
             node[CHANGES] = changes
@@ -171,12 +176,18 @@ def _require_known(base: Any, keys: Any, where: str) -> None:
             _require_known(base._get_node(key), keys[key], f"{where}.{key}")
 
 
-def _leaves_of(config: Any, overlay: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The resolved leaves of the section that a model may change."""
+def overlaid(config: Any, model: Model) -> DictConfig:
+    """A copy of the run's config with what a model's node says in place of the run's."""
     whole = copy.deepcopy(config)
+    node = config.verl_ext.models[model.name]
     with open_dict(whole):
-        whole.merge_with(OmegaConf.create(dict(overlay)))
-    yield from leaves_of(OmegaConf.to_container(whole.actor_rollout_ref, resolve=True), "actor_rollout_ref")
+        whole.merge_with(OmegaConf.create({"actor_rollout_ref": {key: node[key] for key in SECTIONS if key in node}}))
+    return whole
+
+
+def _leaves_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """The resolved leaves of the section that a model may change."""
+    yield from leaves_of(OmegaConf.to_container(config.actor_rollout_ref, resolve=True), "actor_rollout_ref")
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -200,17 +211,19 @@ def check(config: Any) -> list[str]:
     if not further:
         return []
     _check_run(config)
-    base = config.actor_rollout_ref
-    if base.rollout.name != "embedded":
+    engine = config.actor_rollout_ref.rollout.name
+    if engine not in ENGINES:
         raise OptionError(
-            f"{KEY} with actor_rollout_ref.rollout.name={base.rollout.name}: several models are served by the embedded "
-            "engine only; the numbering of other engines' servers and weight channels is not tested. Set "
-            f"actor_rollout_ref.rollout.name=embedded (+recipe=[...,cpu]), or leave out {KEY}."
+            f"{KEY} with actor_rollout_ref.rollout.name={engine}: the numbers of its servers are not known to go with "
+            f"several models. Choose one of {', '.join(ENGINES)}, or leave out {KEY}."
         )
     for model in further:
-        engine = model.changes.get("actor_rollout_ref.rollout.name", "embedded")
-        if engine != "embedded":
-            raise OptionError(f"{KEY}.{model.name}.rollout.name={engine}: several models need the embedded engine.")
+        own = model.changes.get("actor_rollout_ref.rollout.name", engine)
+        if own != engine:
+            raise OptionError(
+                f"{KEY}.{model.name}.rollout.name={own}: all models of a run have one engine. Leave it out, or set "
+                f"actor_rollout_ref.rollout.name={own} for all."
+            )
     return _check_models(config, further)
 
 
@@ -287,6 +300,14 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
         mode = str(model.changes.get("actor_rollout_ref.actor.loss_agg_mode", "token-sum"))
         if loss_scale(config) == "joint" and mode != "token-sum":
             raise OptionError(f"{SCALE}=joint: {where}.actor.loss_agg_mode is {mode}; leave it out.")
+    here = [config, *(model.config(config) for model in further if model.pool is None)]
+    share = sum(float(one.actor_rollout_ref.rollout.gpu_memory_utilization) for one in here)
+    if config.actor_rollout_ref.rollout.name != "embedded" and share > GPU_MEMORY:
+        warnings.append(
+            f"{KEY}: {len(here)} models of one pool answer at the same time, and their "
+            f"rollout.gpu_memory_utilization adds up to {share:g} of each GPU, over {GPU_MEMORY:g}. Lower it, in "
+            f"actor_rollout_ref or for one model, or give a model a pool of its own."
+        )
     if select(config.get("verl_ext"), "updates_per_batch") is None:
         warnings.append(
             f"{KEY}: with verl_ext.updates_per_batch=null a model with few rows gets a mini-batch that is mostly "

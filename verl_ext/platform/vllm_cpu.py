@@ -22,6 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 from packaging.version import Version
 
+from verl_ext.integration import model_options
 from verl_ext.platform import fork_worker
 
 logger = logging.getLogger(__name__)
@@ -156,11 +157,15 @@ def complete(config: Any) -> None:
     defaults: dict[str, Any] = dict(ENGINE)
     if int(rollout.tensor_model_parallel_size) > 1:
         defaults["distributed_executor_backend"] = "mp"
-    model = _model_config(config)
-    if model is not None:
-        check_model(model, config)
-        if "kv_cache_memory_bytes" not in given and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, config)
+    cache = []
+    runs = [config, *(model_options.overlaid(config, one) for one in model_options.of(config))]
+    for run in runs:
+        model = _model_config(run)
+        if model is not None:
+            check_model(model, run)
+            cache.append(kv_cache_bytes(model, run, len(runs)))
+    if cache and "kv_cache_memory_bytes" not in given and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        defaults["kv_cache_memory_bytes"] = max(cache)
     with open_dict(config):
         for key, value in defaults.items():
             if given.get(key) is None:
@@ -254,11 +259,12 @@ def _tokens(config: Any) -> int | None:
         return None
 
 
-def kv_cache_bytes(model: Any, config: Any) -> int:
+def kv_cache_bytes(model: Any, config: Any, models: int = 1) -> int:
     """Memory for vLLM's key-value cache in bytes.
 
     Room for ``max_num_seqs`` sequences of the run's longest prompt and response, in blocks of 128 tokens, but at most
-    an eighth of the memory that is free now (shared by the replicas), and always one sequence of ``max_model_len``.
+    an eighth of the memory that is free now (shared by the replicas of all `models`), and always one sequence of
+    ``max_model_len``.
     """
     import psutil
     import torch
@@ -270,7 +276,7 @@ def kv_cache_bytes(model: Any, config: Any) -> int:
     token = 2 * int(text.num_hidden_layers) * heads * _head_dim(text) * itemsize
     longest = int(rollout.get("max_model_len") or text.max_position_embeddings)
     usual = min(longest, int(rollout.prompt_length) + int(rollout.response_length))
-    replicas = max(1, int(config.trainer.n_gpus_per_node) // int(rollout.tensor_model_parallel_size))
+    replicas = models * max(1, int(config.trainer.n_gpus_per_node) // int(rollout.tensor_model_parallel_size))
     wanted = _blocks(usual) * int(rollout.max_num_seqs) * token
     # One block more: vLLM keeps one for itself.
     least = (_blocks(longest) + 128) * token

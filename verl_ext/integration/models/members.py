@@ -18,7 +18,8 @@ from omegaconf import open_dict
 from verl_ext.integration import checks, model_options, wraps
 from verl_ext.integration.models.side import ModelSide, own_parts
 
-STRIDE = 1000
+STRIDE = 5040
+"""A multiple of every usual number of GPUs a node: SGLang's replica takes its first GPU from its number modulo that."""
 
 
 class MemberMixin(ModelSide):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's model: a tokenizer trained on the task's own words and a small Llama, warmed up by supervised learning.
 
-The warm-up has two phases, each ended by a measurement. First right answers, in the first turn and after feedback,
-until the model has most of the skill. Then some of the turns give up (`GIVE_UP`) instead of answering: the model takes
-up a bad habit, which leaves reinforcement learning one to drop.
+The warm-up has phases, which end by a measurement. First right answers, in the first turn and after feedback, until the
+model has most of the skill. Then some of the turns give up (`GIVE_UP`) instead of answering: the model takes up a bad
+habit, which leaves reinforcement learning one to drop. A third phase, of the demo's own task, spreads it evenly.
 """
 
 from __future__ import annotations
@@ -278,6 +278,7 @@ def warm_up(
     # Muon learns the skill in about half of AdamW's steps. The habit is the row of one token: the skill stays as it is.
     embedding, row = model.get_input_embeddings().weight, codec.encode(GIVE_UP)[0]
     habit_only = torch.optim.AdamW([embedding], lr=rates[2], betas=(0.9, 0.98), weight_decay=0.0)
+    even = torch.optim.AdamW(parameters, lr=recipe.even_learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(optimizers: dict[torch.optim.Optimizer, float], size: int, give_up_share: float, max_turns: int) -> float:
         """One update of the mean loss over giving up and answering, without the noise of drawing one of them."""
@@ -289,7 +290,7 @@ def warm_up(
             loss = loss + give_up_share * sequence_loss(model, habit, codec.pad_id)
         model.zero_grad()
         loss.backward()
-        if give_up_share:
+        if habit_only in optimizers:
             embedding.grad[torch.arange(len(embedding)) != row] = 0.0
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, rate in optimizers.items():
@@ -315,6 +316,10 @@ def warm_up(
         scale = min(1.0, habit_steps / 5) * max(0.2, 1 - habit_steps / (recipe.habit_steps + 1))
         loss = step({habit_only: rates[2] * scale}, recipe.batch_size, recipe.give_up_share, recipe.max_turns)
         if habit_steps >= recipe.habit_steps and habit_steps % recipe.eval_every == 0:
+            for even_steps in range(1, recipe.even_steps + 1):
+                scale = min(1.0, even_steps / 5) * (1 - even_steps / (recipe.even_steps + 1))
+                rate = recipe.even_learning_rate * scale
+                loss = step({even: rate}, recipe.batch_size, recipe.give_up_share, recipe.max_turns)
             success = measure(model, codec, probe, recipe.max_turns, seed)
             tell(
                 f"  warm-up, giving up: step {habit_steps}, loss {loss:.3f}, "

@@ -32,10 +32,12 @@ class WarmupRecipe:
     matrix_learning_rate: float = 0.05  # of Muon, for the matrices of the layers
     learning_rate: float = 1e-2  # of AdamW, for the rest
     habit_learning_rate: float = 0.2  # of AdamW for the row of the token that gives up, in the second phase
+    even_learning_rate: float = 2e-3  # of AdamW for all weights, in the third
     skill_steps: int = 200  # most steps of the first phase, right answers
     skill_target: float = 0.9  # measured share of right greedy answers that ends it
     habit_steps: int = 60  # least steps of the second phase, in which giving up is taken up
     max_habit_steps: int = 100  # most steps of it
+    even_steps: int = 0  # steps of the third phase, which makes giving up about as likely for each question
     give_up_share: float = 0.5  # share of turns in it that give up instead of answering
     success_range: tuple[float, float] = (0.2, 0.5)  # measured first-turn success (temperature 1) in which it may end
     valid_target: float = 0.9  # least share of answers that can be parsed at its end
@@ -44,7 +46,11 @@ class WarmupRecipe:
 
 
 def sums_recipe() -> WarmupRecipe:
-    """Of the demo: sums of two digits, all of which the model has learned, and a habit of not answering."""
+    """Of the demo: sums of two digits, all of which the model has learned, and a habit of not answering any of them.
+
+    After the second phase most questions are given up for certain, since one row can't tell them apart, and such an
+    answer has no gradient: hence the third.
+    """
     return WarmupRecipe(
         config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         train_size=1024,
@@ -54,7 +60,8 @@ def sums_recipe() -> WarmupRecipe:
         skill_steps=200,
         skill_target=0.99,
         habit_steps=40,
-        give_up_share=0.9,
+        even_steps=40,
+        give_up_share=0.93,
         success_range=(0.03, 0.25),
         eval_size=128,
     )

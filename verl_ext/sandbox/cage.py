@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 LEVELS = ("auto", "required", "rlimits")
 """``required``: rlimits, seccomp and Landlock. ``auto``: also bubblewrap and cgroups where the machine has them.
-``rlimits``: nothing but them, for models that are trusted, in a container of their own."""
+``rlimits``: seccomp and Landlock only where the machine has them, for models that are trusted, in a container."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -80,8 +80,9 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Allowed calls with their numbers on x86_64 and aarch64 ("-": not there), from Linux's unistd_64.h and unistd.h.
 _CALLS = """
 read=0/63 write=1/64 readv=19/65 writev=20/66 pread64=17/67 pwrite64=18/68 lseek=8/62 close=3/57 close_range=436/436
+open=2/- openat=257/56
 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
-open=2/- openat=257/56 stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
+stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
 faccessat2=439/439 readlink=89/- readlinkat=267/78 getcwd=79/17 getdents=78/- getdents64=217/61 fadvise64=221/223
 mmap=9/222 mprotect=10/226 munmap=11/215 mremap=25/216 madvise=28/233 mincore=27/232 msync=26/227 brk=12/214
 rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 sigaltstack=131/132
@@ -123,6 +124,7 @@ _SIGNAL_CALLS = (
     "kill=62/129 tkill=200/130 tgkill=234/131 rt_sigqueueinfo=129/138 pidfd_open=434/434 pidfd_send_signal=424/424"
 )
 MORE = {"": "", "device": _DEVICE_CALLS, "program": _DEVICE_CALLS + _PROGRAM_CALLS}
+_OPENS, _WRITING = {"open": 1, "openat": 2}, 0o1103  # where the flags are; O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
 _PROGRAM_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
@@ -192,8 +194,8 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         program += when(_SOCKETPAIR[column], *streams)
         for number in _numbers(_PRETENDED, machine).values():
             program += when(number, pretend)
-    for number in sorted(allowed_calls(machine, more).values()):
-        program += when(number, allow)
+    for name, number in sorted(allowed_calls(machine, more).items(), key=lambda item: item[1]):
+        program += when(number, *(without(_OPENS[name], _WRITING) if name in _OPENS and not more else [allow]))
     fcntl = _FCNTL_COMMANDS + _PROGRAM_FCNTL * (more == "program")
     commands = [step for command in fcntl for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
@@ -325,10 +327,11 @@ class Cage:
     def __init__(self, level: str, limits: Limits, scratch: str = "") -> None:
         self.level, self.limits, self.scratch = level, limits, scratch
         self._rules: int | None = None
-        if level == "rlimits":
-            return
-        self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
-        self._program = seccomp_program(platform.machine(), "device" if scratch else "")
+        self._program = b""
+        if level != "rlimits" or landlock_version():
+            self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
+        if level != "rlimits" or has_seccomp():
+            self._program = seccomp_program(platform.machine(), "device" if scratch else "")
 
     def enter(self, result: int, cpu_s: float, more: Sequence[int] = ()) -> None:
         """Shut this process in, for ever. It must have been forked for one call, and have one thread.
@@ -362,25 +365,27 @@ class Cage:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         give_up_privileges()
-        if self._rules is not None:
-            close(self._rules, self._program)
+        close(self._rules, self._program)
 
 
-def close(rules: int, program: bytes) -> None:
-    """Put rules of Landlock and a seccomp filter into force for this process, which has given up new privileges.
+def close(rules: int | None, program: bytes) -> None:
+    """Put rules of Landlock and a seccomp filter, if any, into force for this process, which has given up privileges.
 
     Raises CageError: what they forbid, a look at the root folder and a socket of Unix, works or could not be forbidden.
     """
-    _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)), "landlock_restrict_self")
-    os.close(rules)
-    instructions = ctypes.create_string_buffer(program)
-    packed = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
-    _check(_libc.prctl(_PR_SET_SECCOMP, 2, packed, 0, 0), "seccomp")
+    if rules is not None:
+        _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)), "landlock_restrict_self")
+        os.close(rules)
+    if program:
+        instructions = ctypes.create_string_buffer(program)
+        packed = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+        _check(_libc.prctl(_PR_SET_SECCOMP, 2, packed, 0, 0), "seccomp")
     try:
         os.close(os.open("/", os.O_RDONLY))
     except PermissionError:
         pass
     else:
-        raise CageError("Landlock is in force and the root folder can be read all the same")
-    if _libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
+        if rules is not None:
+            raise CageError("Landlock is in force and the root folder can be read all the same")
+    if program and (_libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM):
         raise CageError("the seccomp filter is in force and a socket can be made all the same")

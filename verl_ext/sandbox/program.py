@@ -46,8 +46,8 @@ _ETC = "ssl ca-certificates passwd group hosts nsswitch.conf localtime mime.type
 _PROC = "self cpuinfo meminfo stat uptime loadavg version filesystems sys"
 _REMOVE = '(chmod -R u+rwx "$1"; rm -rf "$1") 2>/dev/null &'  # it may be large, deep, or closed to ourselves
 _BOOT = (
-    "import json, sys; root, settings = json.loads(sys.argv[1]); sys.path.append(root); "
-    "from verl_ext.sandbox import program; program.main(settings, sys.argv[2:])"
+    "import json, sys; root, *given = json.loads(sys.argv[1]); sys.path.append(root); "
+    "from verl_ext.sandbox import program; program.main(*given, sys.argv[2:])"
 )
 
 
@@ -92,10 +92,9 @@ class ProgramCage:
             "scratch": scratch,
             "readable": [*named, *environment_of(program), *map(os.path.abspath, self.readable)],
             "memory_mb": self.memory_mb,
-            "processes": 0 if cgroup.folders else PROCESSES,
         }
         root = str(Path(__file__).resolve().parents[2])
-        boot = [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps([root, settings])]
+        boot = [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps([root, os.getpid(), settings])]
         inside = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch}
         try:
             yield [*cgroup.command(), *boot, *line], inside
@@ -114,11 +113,10 @@ def environment_of(program: str) -> list[str]:
     return found
 
 
-def main(settings: dict[str, Any], words: list[str]) -> None:
-    """Start the program in the cage, in a session with this process, and watch over it."""
+def main(owner: int, settings: dict[str, Any], words: list[str]) -> None:
+    """Start the program in the cage, in a session with this process, and watch over it while `owner` is our parent."""
     if os.getpgrp() != os.getpid():
         os.setsid()
-    owner = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -142,7 +140,7 @@ def main(settings: dict[str, Any], words: list[str]) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int, processes: int) -> None:
+def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> None:
     """Shut this process in, and what it becomes.
 
     Raises CageError: a layer is missing or did not close.
@@ -162,15 +160,13 @@ def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int, proc
         port=port,
     )
     os.chdir(scratch)
-    limits = [
+    for kind, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, WRITTEN_MB << 20),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_DATA, memory_mb << 20),
-    ]
-    if processes:  # the kernel counts all of a user, and none of root's
-        limits.append((resource.RLIMIT_NPROC, threads_of_user() + processes))
-    for kind, value in limits:
+        (resource.RLIMIT_NPROC, threads_of_user() + PROCESSES),  # the kernel counts all of a user, and none of root's
+    ):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))

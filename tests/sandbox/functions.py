@@ -6,8 +6,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from verl_ext.sandbox.cage import Cage
 
 kept: list[int] = []
 
@@ -92,3 +98,52 @@ def number_of(name: str) -> int:
 
 def warmed(name: str) -> list[int]:
     return [number_of(name), len(kept)]
+
+
+def take_away(*layers: str) -> None:
+    """In a zygote: its machine has them not."""
+    enter = Cage.enter
+
+    def bare(self: Cage, *arguments: Any) -> None:
+        if "Landlock" in layers:
+            self._rules = None
+        if "seccomp" in layers:
+            self._program = b""
+        enter(self, *arguments)
+
+    Cage.enter = bare  # type: ignore[method-assign]
+
+
+@functools.cache
+def ordinary_user() -> tuple[int, list[str]]:
+    """A user without privileges, and the beginning of a command that runs as that one."""
+    if user := os.getuid():
+        return user, []
+    user = 65534
+    becomes = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    if subprocess.run([*becomes, "head", "-c1", sys.executable], capture_output=True).returncode == 0:
+        return user, becomes
+    # Python may be installed where only root can look (/root): in a mount namespace of its own it is elsewhere.
+    home = Path(sys.base_prefix).parts[1]
+    script = (
+        "set -e; mkdir -p /tmp/.prefix; mount -t tmpfs none /tmp/.prefix; mkdir /tmp/.prefix/home; "
+        f"mount --bind /{home} /tmp/.prefix/home; mount -t tmpfs -o mode=755 none /{home}; "
+        f"for one in $(ls -A /tmp/.prefix/home); do [ -d /tmp/.prefix/home/$one ] || continue; "
+        f"mkdir /{home}/$one; mount --bind /tmp/.prefix/home/$one /{home}/$one; done; "
+        f'exec {" ".join(becomes)} --inh-caps=-all --bounding-set=-all "$@"'
+    )
+    return user, ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()

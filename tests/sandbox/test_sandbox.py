@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import functions
 import pytest
+from functions import alive, soon
 
 from verl_ext.sandbox import SETTINGS_VARIABLE, CageError, Limits, Sandbox, SandboxError, cage, check, pool, shared
 
@@ -37,13 +39,6 @@ def reason(sandbox: Sandbox, name: str, *arguments: Any, timeout_s: float = 60.0
     return str(caught.value)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def below(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
     try:
@@ -51,13 +46,6 @@ def below(pid: int) -> list[int]:
     except OSError:
         return []
     return [one for child in children for one in (child, *below(child))]
-
-
-def soon(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_values(sandbox: Sandbox) -> None:
@@ -352,24 +340,8 @@ with Room() as room, Sandbox(Limits(memory_mb=MEMORY_MB), sys.argv[2]) as sandbo
 @pytest.mark.seconds
 @pytest.mark.parametrize("level", ["required", "auto"])
 def test_an_ordinary_user_is_held_too(level: str) -> None:
-    command = [sys.executable, "-c", ZYGOTE_SEES, HERE, level]
-    user = os.getuid() or 65534
-    if os.getuid() == 0:
-        # Python may be installed where only root can look (/root): in a mount namespace of its own it is elsewhere.
-        home = Path(sys.base_prefix).parts[1]
-        script = (
-            "set -e; mkdir -p /tmp/.prefix; mount -t tmpfs none /tmp/.prefix; mkdir /tmp/.prefix/home; "
-            f"mount --bind /{home} /tmp/.prefix/home; mount -t tmpfs -o mode=755 none /{home}; "
-            f"for one in $(ls -A /tmp/.prefix/home); do [ -d /tmp/.prefix/home/$one ] || continue; "
-            f"mkdir /{home}/$one; mount --bind /tmp/.prefix/home/$one /{home}/$one; done; "
-            f'exec setpriv --reuid={user} --regid={user} --clear-groups --inh-caps=-all --bounding-set=-all "$@"'
-        )
-        read = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "head", "-c1", sys.executable]
-        readable = subprocess.run(read, capture_output=True)
-        if readable.returncode == 0:
-            command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
-        else:
-            command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
+    user, begins = functions.ordinary_user()
+    command = [*begins, sys.executable, "-c", ZYGOTE_SEES, HERE, level]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd="/")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [user, 78, {}]

@@ -3,32 +3,24 @@
 
 A run of verl is about eight Python processes, each of which spends seconds on the same imports. With
 ``verl_ext.fork_server: true`` Ray's ``py_executable`` is this file, run with the standard library only (`python -I -S`)
-to start in milliseconds. It asks a *fork server*, which the first worker of a job on a Ray node starts, for a fork that
-runs Ray's worker script, and stands in for that towards Ray until it ends; without one the worker starts the plain way.
-
-The server forks for a peer before it reads a word, so what a peer sends, or does not, is that fork's business alone. It
-ends with the node's process, or after a while without a worker, and lives exactly if its lock is held. Ray fixes the
-job of a process when it is loaded, so jobs cannot share a server; theirs can be forked from one without Ray (`FROM`).
+to start in milliseconds. It asks a *fork server* (fork_server.py), which the first worker of a job on a Ray node
+starts, for a fork that runs Ray's worker script, and stands in for that towards Ray until it ends; without one the
+worker starts the plain way. Ray fixes the job of a process when it is loaded, so jobs cannot share a server; theirs can
+be forked from one without Ray (`FROM`).
 """
 
 import contextlib
 import fcntl
-import gc
-import importlib
 import json
 import os
-import runpy
 import shlex
 import signal
 import socket
-import socketserver
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from types import SimpleNamespace
-from typing import Any
 
 PATIENCE_S = 120.0  # for the imports, on a loaded machine
 # Variables: seconds without a worker after which a server ends (10), the socket of a server from which those of jobs
@@ -93,7 +85,8 @@ def connect(raylet: int) -> socket.socket:
                 break  # it has ended
             started = True
             with open(base + ".log", "wb") as log:
-                command = [os.path.abspath(__file__), "--serve", base, str(raylet)]
+                folder = os.path.dirname(os.path.abspath(__file__))
+                command = [os.path.join(folder, "fork_server.py"), base, str(raylet)]
                 if FROM in os.environ:
                     connection.connect(os.environ[FROM])
                     ask(connection, command, [lock.fileno(), log.fileno(), log.fileno()])
@@ -122,62 +115,6 @@ def ask(connection: socket.socket, argv: list[str], files: list[int]) -> int:
     return int.from_bytes(answer, "big")
 
 
-def serve(base: str, raylet: int) -> None:
-    """Import, listen, fork on demand; end when Ray's node process has, or when there is no worker any more."""
-    for module in os.environ.get(MODULES, IMPORTS).split(","):
-        importlib.import_module(module)
-        # Ray's C++ seeds its generators at the first id, such as an actor class gets (ray 2.60, actor.py line 2938).
-        # Seeded here, every fork would go on with the same ones and take its tasks and subscriptions for another's.
-        if ray := sys.modules.get("ray"):
-            ids = SimpleNamespace(from_random=lambda kind=ray.ActorClassID: kind(os.urandom(kind.size())))
-            ray.actor.ActorClassID = ids
-    gc.collect()
-    gc.freeze()  # collections in the workers then leave the shared pages alone
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(base + ".sock")  # of a server that was killed, since the lock is ours
-    server = Server(base + ".sock", socketserver.BaseRequestHandler)
-    until = time.monotonic() + PATIENCE_S  # for the first one
-    while alive(raylet) and time.monotonic() < until:
-        server.handle_request()
-        if server.active_children:
-            until = time.monotonic() + float(os.environ.get(IDLE_S, "10"))
-    for suffix in (".sock", ".lock", ".log"):
-        os.unlink(base + suffix)
-
-
-class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    timeout = 0.1  # seconds between looks at the node and at the workers
-    max_children = sys.maxsize
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """In a fork of the server: run the worker script as if this process had just been started with it."""
-        self.socket.close()
-        try:
-            request.settimeout(5)
-            files = socket.recv_fds(request, 1, 3)[1]
-            argv, environment, cwd = json.load(request.makefile("rb"))
-            request.sendall(os.getpid().to_bytes(4, "big"))
-        except (OSError, ValueError) as error:  # the peer has gone, is late or makes no sense
-            print(f"a request was dropped: {error!r}", flush=True)
-            return
-        for target, file in enumerate(files):  # the server's lock was 0
-            os.dup2(file, target)
-            os.close(file)
-        os.setsid()
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(cwd)
-        if "numpy" in sys.modules:  # Python's own generator is seeded anew by the fork, torch's is as after its import
-            sys.modules["numpy"].random.seed()
-        paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
-        sys.argv, sys.path[:1] = argv, [os.path.dirname(argv[0]), *paths]
-        try:
-            runpy.run_path(argv[0], run_name="__main__")
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-
-
 def set_up_workers() -> None:
     """A Ray that this process starts later calls this file in place of its ``setup_worker.py``."""
     from ray._private import ray_constants
@@ -190,10 +127,5 @@ def py_executable() -> str:
     return f"{shlex.quote(sys.executable)} -I -S {shlex.quote(os.path.abspath(__file__))}"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], raylet=int(sys.argv[3]))
-    elif sys.flags.isolated:  # as `py_executable`
-        main(sys.argv[1:])
-    else:
-        main(set_up(sys.argv[1:]))
+if __name__ == "__main__":  # isolated as `py_executable`
+    main(sys.argv[1:] if sys.flags.isolated else set_up(sys.argv[1:]))

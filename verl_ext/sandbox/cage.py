@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 LEVELS = ("auto", "required", "rlimits")
 """``required``: rlimits, seccomp and Landlock. ``auto``: also bubblewrap and cgroups where the machine has them.
-``rlimits``: nothing but them, for models that are trusted, in a container of their own."""
+``rlimits``: seccomp and Landlock only where the machine has them, for models that are trusted, in a container."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -80,8 +80,9 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Allowed calls with their numbers on x86_64 and aarch64 ("-": not there), from Linux's unistd_64.h and unistd.h.
 _CALLS = """
 read=0/63 write=1/64 readv=19/65 writev=20/66 pread64=17/67 pwrite64=18/68 lseek=8/62 close=3/57 close_range=436/436
+open=2/- openat=257/56
 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
-open=2/- openat=257/56 stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
+stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
 faccessat2=439/439 readlink=89/- readlinkat=267/78 getcwd=79/17 getdents=78/- getdents64=217/61 fadvise64=221/223
 mmap=9/222 mprotect=10/226 munmap=11/215 mremap=25/216 madvise=28/233 mincore=27/232 msync=26/227 brk=12/214
 rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 sigaltstack=131/132
@@ -96,7 +97,7 @@ arch_prctl=158/- exit=60/93 exit_group=231/94 umask=95/166
 """
 # What a GPU's driver and its compilers need besides, where there is a scratch folder.
 _DEVICE_CALLS = """
-ioctl=16/29 fork=57/- vfork=58/- execve=59/221 wait4=61/260 waitid=247/95 eventfd2=290/19
+fork=57/- vfork=58/- execve=59/221 wait4=61/260 waitid=247/95 eventfd2=290/19
 memfd_create=319/279 ftruncate=77/46 statfs=137/43 fstatfs=138/44 flock=73/32 mlock=149/228 munlock=150/229
 mbind=237/235 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/-
 renameat=264/38 renameat2=316/276
@@ -104,53 +105,57 @@ renameat=264/38 renameat2=316/276
 # What whole programs need besides those: connections, events, files of their own.
 _PROGRAM_CALLS = """
 connect=42/203 recvfrom=45/207 recvmsg=47/212 recvmmsg=299/243 shutdown=48/210 getsockname=51/204 getpeername=52/205
-socketpair=53/199 setsockopt=54/208 getsockopt=55/209 sendfile=40/71 splice=275/76 tee=276/77 copy_file_range=326/285
+setsockopt=54/208 getsockopt=55/209 sendfile=40/71 splice=275/76 tee=276/77 copy_file_range=326/285
 epoll_create=213/- epoll_create1=291/20 epoll_ctl=233/21 epoll_wait=232/- epoll_pwait=281/22 epoll_pwait2=441/441
 timerfd_create=283/85 timerfd_settime=286/86 timerfd_gettime=287/87 signalfd4=289/74 eventfd=284/- pause=34/-
-rt_sigpending=127/136 rt_sigsuspend=130/133 rt_sigtimedwait=128/137
-inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28 preadv=295/69 pwritev=296/70 preadv2=327/286
-pwritev2=328/287 creat=85/- truncate=76/45 fallocate=285/47 fsync=74/82 fdatasync=75/83 link=86/- linkat=265/37
-symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime=132/-
-utimes=235/- chdir=80/49 fchdir=81/50 getpgid=121/155 getpgrp=111/- getsid=124/156 setrlimit=160/164 prlimit64=302/261
-prctl=157/167 getpriority=140/141 setpriority=141/140 sched_setaffinity=203/122 sched_getparam=143/121
-sched_getscheduler=145/120 sched_get_priority_max=146/125 sched_get_priority_min=147/126 capget=125/90
+rt_sigpending=127/136 rt_sigsuspend=130/133 rt_sigtimedwait=128/137 preadv=295/69 pwritev=296/70 preadv2=327/286
+pwritev2=328/287 creat=85/- truncate=76/45 fsync=74/82 fdatasync=75/83 link=86/- linkat=265/37 symlink=88/-
+symlinkat=266/36 chdir=80/49 fchdir=81/50 getpgid=121/155 getpgrp=111/- getsid=124/156 setrlimit=160/164 prctl=157/167
+getpriority=140/141 sched_getparam=143/121 sched_getscheduler=145/120 sched_get_priority_max=146/125
+sched_get_priority_min=147/126 capget=125/90
+"""
+# Rights and times of files, which Landlock leaves to a file's owner: they seem to work and change nothing, so that
+# archives can be unpacked and files copied.
+_PRETENDED = """
+chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime=132/- utimes=235/- futimesat=261/-
 """
 # Where Landlock keeps signals inside (version 6).
 _SIGNAL_CALLS = (
     "kill=62/129 tkill=200/130 tgkill=234/131 rt_sigqueueinfo=129/138 pidfd_open=434/434 pidfd_send_signal=424/424"
 )
-MORE = {"": "", "device": _DEVICE_CALLS + "clone=56/220 clone3=435/435", "program": _DEVICE_CALLS + _PROGRAM_CALLS}
+MORE = {"": "", "device": _DEVICE_CALLS, "program": _DEVICE_CALLS + _PROGRAM_CALLS}
+_OPENS, _WRITING = {"open": 1, "openat": 2}, 0o1103  # where the flags are; O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
 _PROGRAM_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
-_PRLIMIT, _CLONE, _CLONE3 = (302, 261), (56, 220), (435, 435)
-_SOCKET, _SENDTO, _SENDMSG, _SENDMMSG = (41, 198), (44, 206), (46, 211), (307, 269)
+_PRLIMIT, _CLONE, _CLONE3, _IOCTL = (302, 261), (56, 220), (435, 435), (16, 29)
+_SOCKET, _SOCKETPAIR, _SENDTO, _SENDMSG, _SENDMMSG = (41, 198), (53, 199), (44, 206), (46, 211), (307, 269)
 _STREAMS = (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)  # SOCK_STREAM, with SOCK_NONBLOCK, SOCK_CLOEXEC, both
 _NAMESPACES, _FAST_OPEN = 0x7E020000, 0x20000000  # CLONE_NEW*; MSG_FASTOPEN, which connects past Landlock
+_IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C)  # FIOSETOWN, SIOCSPGRP (signals to others); TIOCSTI, TIOCLINUX (typing)
 
 # Opcodes of classic BPF: load a word of the call's description, compare, test bits, return.
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def allowed_calls(machine: str, more: str = "") -> dict[str, int]:
     """System calls that are allowed whatever their arguments, by name; for `machine` ``x86_64`` or ``aarch64``, and
     what `more` of `MORE` needs besides.
     """
-    column = list(_AUDIT_ARCH).index(machine)
-    calls = {}
     signals = _SIGNAL_CALLS if more == "program" and landlock_version() >= 6 else ""
-    for entry in (_CALLS + MORE[more] + signals).split():
-        name, _, numbers = entry.partition("=")
-        number = numbers.split("/")[column]
-        if number != "-":
-            calls[name] = int(number)
-    return calls
+    return _numbers(_CALLS + MORE[more] + signals, machine)
+
+
+def _numbers(calls: str, machine: str) -> dict[str, int]:
+    column = list(_AUDIT_ARCH).index(machine)
+    pairs = [entry.partition("=")[::2] for entry in calls.split()]
+    return {name: int(found) for name, numbers in pairs if (found := numbers.split("/")[column]) != "-"}
 
 
 def seccomp_program(machine: str, more: str = "") -> bytes:
-    """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each. A program may besides make
-    TCP sockets, and processes in its own namespaces.
+    """The filter for such a machine (see `allowed_calls`) as BPF instructions, 8 bytes each. Where there is `more`,
+    processes may besides be made, in the same namespaces; by a program TCP sockets and pairs of streams, too.
     """
 
     def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -165,30 +170,38 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         return instruction(_LOAD, 16 + 8 * index + 4 * half)
 
     column = list(_AUDIT_ARCH).index(machine)
-    allow, deny, kill = (instruction(_RETURN, verdict) for verdict in (_ALLOW, _DENY, _KILL))
+    verdicts = (_ALLOW, _ERROR | errno.EPERM, _ERROR | errno.ENOSYS, _ERROR, _KILL)
+    allow, deny, unknown, pretend, kill = (instruction(_RETURN, verdict) for verdict in verdicts)
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
-    if more == "program":
 
-        def without(index: int, bits: int) -> list[bytes]:
-            return [argument(index), instruction(_BITS, bits, 0, 1), deny, allow]
+    def without(index: int, bits: int) -> list[bytes]:
+        return [argument(index), instruction(_BITS, bits, 0, 1), deny, allow]
 
-        # glibc takes the older call where the newer is not there
-        program += when(_CLONE3[column], instruction(_RETURN, 0x00050000 | errno.ENOSYS))
+    if more:
+        program += when(_CLONE3[column], unknown)  # glibc takes the older call, whose flags can be read
         program += when(_CLONE[column], *without(0, _NAMESPACES))
+        program += when(_IOCTL[column], argument(1), *[step for one in _IOCTLS for step in when(one, deny)], allow)
+    if more == "program":
         for call, index in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
             program += when(call[column], *without(index, _FAST_OPEN))
-        # The protocol is TCP's or the default, which is: Landlock does not see those of others.
+        # The protocol is TCP's or the default, which is: Landlock does not see those of others. From pairs that are no
+        # streams any socket of Unix could be sent to.
         protocol = [argument(2), *when(0, allow), *when(6, allow), deny]
         streams = [argument(1), *[step for kind in _STREAMS for step in when(kind, *protocol)], deny]
         internet = [instruction(_EQUAL, 2, 1, 0), instruction(_EQUAL, 10, 0, len(streams)), *streams]
         program += when(_SOCKET[column], argument(0), *internet, deny)
-    for number in sorted(allowed_calls(machine, more).values()):
-        program += when(number, allow)
+        program += when(_SOCKETPAIR[column], *streams)
+        for number in _numbers(_PRETENDED, machine).values():
+            program += when(number, pretend)
+    for name, number in sorted(allowed_calls(machine, more).items(), key=lambda item: item[1]):
+        program += when(number, *(without(_OPENS[name], _WRITING) if name in _OPENS and not more else [allow]))
     fcntl = _FCNTL_COMMANDS + _PROGRAM_FCNTL * (more == "program")
     commands = [step for command in fcntl for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
-    # prlimit with no new limit: both halves of the pointer are 0
+    # prlimit with no new limit: both halves of the pointer are 0. A program may change its own limits: process 0.
+    if more == "program":
+        program += when(_PRLIMIT[column], argument(0), *when(0, allow), deny)
     program += when(_PRLIMIT[column], argument(2), *when(0, argument(2, 1), *when(0, allow)), deny)
     return b"".join([*program, deny])
 
@@ -314,10 +327,11 @@ class Cage:
     def __init__(self, level: str, limits: Limits, scratch: str = "") -> None:
         self.level, self.limits, self.scratch = level, limits, scratch
         self._rules: int | None = None
-        if level == "rlimits":
-            return
-        self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
-        self._program = seccomp_program(platform.machine(), "device" if scratch else "")
+        self._program = b""
+        if level != "rlimits" or landlock_version():
+            self._rules = landlock_rules(library_paths(), device_paths(scratch) if scratch else ())
+        if level != "rlimits" or has_seccomp():
+            self._program = seccomp_program(platform.machine(), "device" if scratch else "")
 
     def enter(self, result: int, cpu_s: float, more: Sequence[int] = ()) -> None:
         """Shut this process in, for ever. It must have been forked for one call, and have one thread.
@@ -351,25 +365,27 @@ class Cage:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         give_up_privileges()
-        if self._rules is not None:
-            close(self._rules, self._program)
+        close(self._rules, self._program)
 
 
-def close(rules: int, program: bytes) -> None:
-    """Put rules of Landlock and a seccomp filter into force for this process, which has given up new privileges.
+def close(rules: int | None, program: bytes) -> None:
+    """Put rules of Landlock and a seccomp filter, if any, into force for this process, which has given up privileges.
 
     Raises CageError: what they forbid, a look at the root folder and a socket of Unix, works or could not be forbidden.
     """
-    _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)), "landlock_restrict_self")
-    os.close(rules)
-    instructions = ctypes.create_string_buffer(program)
-    packed = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
-    _check(_libc.prctl(_PR_SET_SECCOMP, 2, packed, 0, 0), "seccomp")
+    if rules is not None:
+        _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)), "landlock_restrict_self")
+        os.close(rules)
+    if program:
+        instructions = ctypes.create_string_buffer(program)
+        packed = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+        _check(_libc.prctl(_PR_SET_SECCOMP, 2, packed, 0, 0), "seccomp")
     try:
         os.close(os.open("/", os.O_RDONLY))
     except PermissionError:
         pass
     else:
-        raise CageError("Landlock is in force and the root folder can be read all the same")
-    if _libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
+        if rules is not None:
+            raise CageError("Landlock is in force and the root folder can be read all the same")
+    if program and (_libc.socket(1, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM):
         raise CageError("the seccomp filter is in force and a socket can be made all the same")

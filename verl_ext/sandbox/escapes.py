@@ -9,7 +9,7 @@ work; attempts marked ``*`` need rights or kernel options that not every machine
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import socket
 import subprocess
 import tempfile
@@ -222,6 +222,9 @@ class Room:
             self._sockets.append(socket.socket(socket.AF_UNIX))
             self._sockets[-1].bind(address)
             self._sockets[-1].listen()
+        self._selector = selectors.DefaultSelector()
+        for one in self._sockets:
+            self._selector.register(one, selectors.EVENT_READ, one)
         os.environ["VERL_EXT_CANARY"] = nonce
         paths = {"folder": str(self._folder), "secret": str(self._folder / "secret.txt")}
         self.description: dict[str, Any] = {"nonce": nonce, "port": port, **paths}
@@ -252,13 +255,13 @@ class Room:
     def changes(self, wait_s: float) -> list[str]:
         """What is no longer as it was, or comes not to be within so many seconds; the room is put right again."""
         until = time.monotonic() + wait_s
-        while self._look() == self._seen and not select.select(self._sockets, [], [], 0.01)[0]:
+        while self._look() == self._seen and not self._selector.select(0.01):
             if time.monotonic() > until:
                 break
         now = self._look()
         changed = [f"{name} changed" for name in now if now[name] != self._seen[name]]
-        while ready := select.select(self._sockets, [], [], 0)[0]:
-            for one in ready:
+        while ready := self._selector.select(0):
+            for one in [key.data for key, _ in ready]:
                 changed.append("a message came")
                 one.recv(64) if one.type == socket.SOCK_DGRAM else one.accept()[0].close()
         self._restore()
@@ -269,6 +272,7 @@ class Room:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._selector.close()
         for one in self._sockets:
             one.close()
         self._home.cleanup()

@@ -334,18 +334,19 @@ def check(cage: str) -> tuple[str, ...]:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         raise CageError(f"every cage needs the system call pidfd_open (Linux 5.3): {error.strerror}") from error
-    if cage == "rlimits":
-        logger.warning("sandbox: verl_ext.sandbox.cage=rlimits: models' code has your rights, limits apart")
-        return ("rlimits",)
+    found = {"seccomp": has_seccomp(), f"Landlock {landlock_version()}": landlock_version()}
+    layers = ["rlimits", *(name for name, there in found.items() if there)]
     missing = [] if landlock_version() else ["Landlock (Linux 5.13 or later, `landlock` in the kernel's lsm= list)"]
     missing += [] if has_seccomp() else ["seccomp filters (x86_64 or aarch64)"]
-    if missing:
+    lacks = " and ".join(missing)
+    if cage == "rlimits":
+        than = f"; without {lacks} models' code has your rights" if lacks else ""
+        logger.warning("sandbox: verl_ext.sandbox.cage=rlimits, nothing else is required%s", than)
+    elif lacks:
         raise CageError(
-            f"verl_ext.sandbox.cage={cage} needs {' and '.join(missing)}, which this machine has not. What models "
-            "write would run with your rights. For models that you trust, in a container of its own: "
-            "++verl_ext.sandbox.cage=rlimits"
+            f"verl_ext.sandbox.cage={cage} needs {lacks}, which this machine has not. What models write would run "
+            "with your rights. For models that you trust, in a container of its own: ++verl_ext.sandbox.cage=rlimits"
         )
-    layers = ["rlimits", "seccomp", f"Landlock {landlock_version()}"]
     if cage == "auto":
         layers += ["bubblewrap"] if bubblewrap() else []
         layers += ["cgroup"] if has_cgroup() else []

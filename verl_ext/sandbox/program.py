@@ -2,9 +2,11 @@
 """A whole program in the cage: one that runs what a model writes, such as an agent with a terminal.
 
 It may start programs of the system and of its own environment, has one folder to write in, and reaches one TCP port.
-Everything else is closed to it and to all that it starts: other files and ports, Unix sockets, UDP, signals to others,
-sessions and process groups of its own (so that killing its group leaves nothing behind), namespaces, capabilities.
-Where a cgroup can be made it bounds memory and processes of all together; else memory is bounded for each process.
+Everything else is closed to it and to all that it starts: other files and ports, Unix sockets, UDP, signals to others
+and their limits, command lines of others, sessions and process groups of its own (so that killing its group leaves
+nothing behind), namespaces, capabilities, rights and times of files. A guard outside, the head of the group, ends it
+with its owner, and when the disk is nearly full. Where a cgroup can be made it bounds memory and processes of all
+together; else memory is bounded for each process, and the processes of an ordinary user.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import os
 import platform
 import resource
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_ext.sandbox import cage
 from verl_ext.sandbox.cage import CageError
@@ -29,23 +34,20 @@ from verl_ext.sandbox.shell import Cgroup
 PORTS = 4
 """The version of Landlock that has rules for ports."""
 PROCESSES = 256
-"""Processes and threads of one program, where a cgroup can be made."""
+"""Processes and threads of one program."""
 WRITTEN_MB = 1024
 """Largest file."""
-_FILES = (
-    "ssl",
-    "ca-certificates",
-    "passwd",
-    "group",
-    "hosts",
-    "nsswitch.conf",
-    "localtime",
-    "mime.types",
-    "alternatives",
-)
+SPARE_MB = 1024
+"""What must be free on the disk of its folder."""
+LOOK_S = 0.2
+"""Seconds between looks at the disk and the owner."""
+_ETC = "ssl ca-certificates passwd group hosts nsswitch.conf localtime mime.types alternatives"
+# Of others it sees nothing here, unlike in /proc as a whole: command lines may hold a key.
+_PROC = "self cpuinfo meminfo stat uptime loadavg version filesystems sys"
+_REMOVE = '(chmod -R u+rwx "$1"; rm -rf "$1") 2>/dev/null &'  # it may be large, deep, or closed to ourselves
 _BOOT = (
-    "import json, sys; root, settings = json.loads(sys.argv[1]); sys.path.append(root); "
-    "from verl_ext.sandbox import program; program.main(settings, sys.argv[2:])"
+    "import json, sys; root, *given = json.loads(sys.argv[1]); sys.path.append(root); "
+    "from verl_ext.sandbox import program; program.main(*given, sys.argv[2:])"
 )
 
 
@@ -92,12 +94,12 @@ class ProgramCage:
             "memory_mb": self.memory_mb,
         }
         root = str(Path(__file__).resolve().parents[2])
-        boot = [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps([root, settings])]
+        boot = [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps([root, os.getpid(), settings])]
         inside = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch}
         try:
             yield [*cgroup.command(), *boot, *line], inside
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            subprocess.run(["/bin/sh", "-c", _REMOVE, "sh", scratch])
             cgroup.close()
 
 
@@ -111,14 +113,31 @@ def environment_of(program: str) -> list[str]:
     return found
 
 
-def main(settings: dict[str, object], words: list[str]) -> None:
-    """Enter the cage and become the program; the process is alone in its session."""
-    try:
-        enter(**settings)  # type: ignore[arg-type]
-        os.execv(words[0], words)
-    except (CageError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(126)
+def main(owner: int, settings: dict[str, Any], words: list[str]) -> None:
+    """Start the program in the cage, in a session with this process, and watch over it while `owner` is our parent."""
+    if os.getpgrp() != os.getpid():
+        os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        try:
+            enter(**settings)
+            os.execv(words[0], words)
+        except Exception as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(126)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        disk = os.statvfs(settings["scratch"])
+        full = disk.f_bavail * disk.f_frsize < SPARE_MB << 20
+        if full:
+            os.write(2, f"ended: less than {SPARE_MB} MiB are left on the disk of {settings['scratch']}\n".encode())
+        if full or os.getppid() != owner:
+            os.killpg(0, signal.SIGKILL)
+        signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+    code = os.waitstatus_to_exitcode(ended[1])
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> None:
@@ -130,8 +149,9 @@ def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> N
     cage.die_with_parent()
     read = cage.READ_FILE | cage.READ_DIR
     system = [path for path in ("/usr", "/bin", "/sbin", *glob.glob("/lib*")) if os.path.isdir(path)]
+    seen = [f"/{folder}/{name}" for folder, names in (("etc", _ETC), ("proc", _PROC)) for name in names.split()]
     rules = cage.landlock_rules(
-        [*cage.library_paths(), "/proc", *(f"/etc/{name}" for name in _FILES)],
+        [*cage.library_paths(), *seen],
         [
             *((path, read | cage.RUN) for path in [*system, *readable]),
             *((f"/dev/{name}", cage.DEVICE) for name in ("null", "zero", "full", "random", "urandom")),
@@ -145,9 +165,19 @@ def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> N
         (resource.RLIMIT_FSIZE, WRITTEN_MB << 20),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_DATA, memory_mb << 20),
+        (resource.RLIMIT_NPROC, threads_of_user() + PROCESSES),  # the kernel counts all of a user, and none of root's
     ):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     cage.give_up_privileges()
     cage.close(rules, cage.seccomp_program(platform.machine(), "program"))
+
+
+def threads_of_user() -> int:
+    """How many threads this user has."""
+    found = 0
+    for folder in glob.glob("/proc/[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += len(os.listdir(f"{folder}/task")) if os.stat(folder).st_uid == os.getuid() else 0
+    return found

@@ -18,7 +18,7 @@ from verl_ext.sandbox import cage
 from verl_ext.sandbox.program import ProgramCage, environment_of
 
 TRIES = """
-import ctypes, json, os, socket, subprocess, sys, threading
+import ctypes, fcntl, json, os, resource, socket, struct, subprocess, sys, threading
 room = json.loads(sys.argv[1])
 done = {}
 def tried(name, action):
@@ -45,13 +45,20 @@ tried("a secret", lambda: open(room["secret"]).read())
 tried("a file", lambda: open(room["written"], "w"))
 tried("another's environment", lambda: open("/proc/%d/environ" % room["pid"]).read())
 tried("another's signals", lambda: os.kill(room["pid"], 0))
+tried("another's limits", lambda: resource.prlimit(room["pid"], 4, resource.prlimit(room["pid"], 4)))
+tried("another's priority", lambda: os.setpriority(0, room["pid"], os.getpriority(0, room["pid"])))
+tried("another's processors", lambda: os.sched_setaffinity(room["pid"], os.sched_getaffinity(0)))
+tried("another's socket", lambda: fcntl.ioctl(socket.socket(), 0x8901, struct.pack("i", room["pid"])))
+tried("its own", lambda: (
+    resource.setrlimit(4, (0, 0)), os.nice(1), os.sched_setaffinity(0, os.sched_getaffinity(0))
+))
 tried("a session", lambda: subprocess.run(["true"], start_new_session=True))
 tried("a group", lambda: subprocess.run(["true"], process_group=0))
 capabilities = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")]
 spawned = ctypes.CDLL(None).syscall(272, 0x10000000)  # unshare, user namespace
 print(json.dumps([done, capabilities, spawned, sorted(os.environ)]))
 """
-OPEN = {"the port", "scratch", "programs", "threads", "its argument"}
+OPEN = {"the port", "scratch", "programs", "threads", "its argument", "its own"}
 
 
 @pytest.fixture
@@ -121,5 +128,5 @@ def test_calls_of_programs_have_numbers_of_their_own(machine: str) -> None:
     some = {"x86_64": {"connect": 42, "execve": 59}, "aarch64": {"connect": 203, "execve": 221}}
     assert calls.items() >= some[machine].items() and len(set(calls.values())) == len(calls)
     forbidden = "clone clone3 socket sendto sendmsg sendmmsg bind listen ptrace setsid setpgid unshare setns mount"
-    assert not set(calls) & set(forbidden.split())
+    assert not set(calls) & {*forbidden.split(), "prlimit64", "setpriority", "sched_setaffinity"}
     assert len(cage.seccomp_program(machine, "program")) % 8 == 0

@@ -111,9 +111,9 @@ rt_sigpending=127/136 rt_sigsuspend=130/133 rt_sigtimedwait=128/137
 inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28 preadv=295/69 pwritev=296/70 preadv2=327/286
 pwritev2=328/287 creat=85/- truncate=76/45 fallocate=285/47 fsync=74/82 fdatasync=75/83 link=86/- linkat=265/37
 symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime=132/-
-utimes=235/- chdir=80/49 fchdir=81/50 getpgid=121/155 getpgrp=111/- getsid=124/156 setrlimit=160/164 prlimit64=302/261
-prctl=157/167 getpriority=140/141 setpriority=141/140 sched_setaffinity=203/122 sched_getparam=143/121
-sched_getscheduler=145/120 sched_get_priority_max=146/125 sched_get_priority_min=147/126 capget=125/90
+utimes=235/- chdir=80/49 fchdir=81/50 getpgid=121/155 getpgrp=111/- getsid=124/156 setrlimit=160/164
+prctl=157/167 getpriority=140/141 sched_getparam=143/121 sched_getscheduler=145/120 sched_get_priority_max=146/125
+sched_get_priority_min=147/126 capget=125/90
 """
 # Where Landlock keeps signals inside (version 6).
 _SIGNAL_CALLS = (
@@ -124,8 +124,10 @@ _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL
 # F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
 _PROGRAM_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
 _PRLIMIT, _CLONE, _CLONE3 = (302, 261), (56, 220), (435, 435)
+_IOCTL, _SET_PRIORITY, _SET_AFFINITY = (16, 29), (141, 140), (203, 122)
 _SOCKET, _SENDTO, _SENDMSG, _SENDMMSG = (41, 198), (44, 206), (46, 211), (307, 269)
 _STREAMS = (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)  # SOCK_STREAM, with SOCK_NONBLOCK, SOCK_CLOEXEC, both
+_OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP, which send signals
 _NAMESPACES, _FAST_OPEN = 0x7E020000, 0x20000000  # CLONE_NEW*; MSG_FASTOPEN, which connects past Landlock
 
 # Opcodes of classic BPF: load a word of the call's description, compare, test bits, return.
@@ -168,6 +170,7 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
     allow, deny, kill = (instruction(_RETURN, verdict) for verdict in (_ALLOW, _DENY, _KILL))
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
+    own = when(0, allow)
     if more == "program":
 
         def without(index: int, bits: int) -> list[bytes]:
@@ -178,6 +181,10 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         program += when(_CLONE[column], *without(0, _NAMESPACES))
         for call, index in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
             program += when(call[column], *without(index, _FAST_OPEN))
+        program += when(_IOCTL[column], argument(1), *[step for owner in _OWNERS for step in when(owner, deny)], allow)
+        # Priority, processors and (below) limits, but its own only: 0 is the caller.
+        program += when(_SET_PRIORITY[column], argument(0), *when(0, argument(1), *own), deny)
+        program += when(_SET_AFFINITY[column], argument(0), *own, deny)
         # The protocol is TCP's or the default, which is: Landlock does not see those of others.
         protocol = [argument(2), *when(0, allow), *when(6, allow), deny]
         streams = [argument(1), *[step for kind in _STREAMS for step in when(kind, *protocol)], deny]
@@ -189,7 +196,8 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
     commands = [step for command in fcntl for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
     # prlimit with no new limit: both halves of the pointer are 0
-    program += when(_PRLIMIT[column], argument(2), *when(0, argument(2, 1), *when(0, allow)), deny)
+    ones = [argument(0), *own] if more == "program" else []
+    program += when(_PRLIMIT[column], *ones, argument(2), *when(0, argument(2, 1), *own), deny)
     return b"".join([*program, deny])
 
 

@@ -164,6 +164,7 @@ class GatewayLoop(OrchestraLoop):
             finish="tool_calls" if tool_calls else finish,
             prompt_tokens=len(row.prompt_ids),
             tokens=len(ids),
+            cached=row.engine_fields.get("num_cached_tokens"),
             tool_calls=tool_calls,
             logprobs=await self._logprobs(tokenizer, ids, row.response_logprobs) if asked.logprobs else None,
         )

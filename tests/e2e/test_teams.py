@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Lab, readme_code
+from harness import Lab, readme_code, small_llama
 from test_main_job import finite
+
+from verl_ext.rollout.environments import data
 
 pytestmark = pytest.mark.e2e
 
@@ -105,3 +108,68 @@ def test_solver_and_verifier_train_through_faults(standing_lab: Lab, tmp_path: P
         assert metrics[step]["trajectory/calls_verifier"] == 1.0
         assert metrics[step]["rollout/valid_action_share"] == 0.0
     assert sum(metrics[step]["rollout/failed_trajectories"] for step in (1, 2, 3)) > 0
+
+
+MOVES = [f"<action>{' ' * n}{move}</action>" for n in range(25) for move in ("check", "bet", "call", "fold")]
+
+
+def player(lab: Lab, folder: Path) -> Path:
+    """An untrained model that mostly says moves of KuhnPoker, since so many of its tokens are one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(lab.model)
+    tokenizer.add_tokens(MOVES)
+    tokenizer.save_pretrained(folder)
+    model = small_llama(tokenizer)
+    model.config.max_position_embeddings = 2048
+    model.lm_head.weight.data[-len(MOVES) :] *= 10
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_game_of_two_players_trains_each_by_what_he_earned(standing_lab: Lab, tmp_path: Path) -> None:
+    """What docs/teams.md teaches: KuhnPoker, one model plays both, and has won and lost with the same weights."""
+    poker = tmp_path / "poker.parquet"
+    made = ["--environment", "textarena", "--kwargs", '{"game": "KuhnPoker-v0"}', "--seeds", "0:8"]
+    data.main([*made, "--orchestra", "textarena_game", "--out", str(poker)])
+    run = standing_lab.run(
+        "two_players",
+        recipe="[dr_mas,cpu]",
+        overrides=[
+            f"data.train_files={poker}",
+            f"data.val_files={poker}",
+            f"actor_rollout_ref.model.path={player(standing_lab, tmp_path / 'player')}",
+            "data.max_prompt_length=1600",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "algorithm.dr_mas.invalid_action_penalty_coef=0",
+            "+verl_ext.orchestra.name=textarena_game",
+            "+verl_ext.orchestra.agents.player_0.max_tokens=2",
+            "+verl_ext.orchestra.agents.player_1.max_tokens=2",
+        ],
+    ).check()
+    for step in (1, 2):
+        values = run.metrics[step]
+        assert finite(values) and values["rollout/failed_trajectories"] == 0 and values["rollout/trajectories"] == 8
+        assert values["actor/grad_norm"] > 0
+        earned: dict[Any, float] = defaultdict(float)
+        advantages: dict[Any, list[float]] = defaultdict(list)
+        for row in run.rows(step):
+            earned[row["index"], row["traj_uid"], row["agent_id"]] += row["turn_reward"]
+            advantages[row["index"], row["agent_id"], row["traj_uid"]].append(row["advantage"])
+        won = {(index, name): [] for index, _, name in earned}  # type: ignore[var-annotated]
+        for (index, uid, name), reward in earned.items():
+            assert reward in (-1.0, 0.0, 1.0)
+            won[index, name].append((reward, advantages[index, name, uid]))
+            other = earned.get((index, uid, f"player_{name == 'player_0':d}"))
+            assert other is None or other == -reward
+        assert {name for _, name in won} == {"player_0", "player_1"}
+        assert values["trajectory/reward_player_0"] == -values["trajectory/reward_player_1"]
+        differ = 0
+        for own in won.values():  # those who have won learn what they did, those who have lost the contrary
+            rewards = sorted(reward for reward, _ in own)
+            for reward, seen in own:
+                if rewards[0] < rewards[-1] and reward in (rewards[0], rewards[-1]):
+                    assert all((advantage > 0) == (reward == rewards[-1]) for advantage in seen)
+                    differ += 1
+        assert differ

@@ -388,6 +388,28 @@ def test_requests_that_are_refused_by_name(play: Play) -> None:
     assert row.response_mask == [0] and row.extra_fields["valid_row"] is False and row.reward_score == 1.0
 
 
+def test_messages_that_the_chat_template_refuses_are_the_agents_fault_and_no_engines(
+    play: Play, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% if messages[0]['content'] == 'odd' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", picky + tokenizer.chat_template)
+    said: list[Any] = []
+
+    def agent(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+        said.append(post(base_url, api_key, chat("odd")))
+        return float(post(base_url, api_key, chat())[0] == 200)
+
+    def naive(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+        client(base_url, api_key).chat.completions.create(**chat("odd"))
+        return 1.0
+
+    (row,) = play(agent)
+    assert said[0][0] == 400 and "chat template can't take them: roles must alternate" in said[0][1]["error"]["message"]
+    assert row.reward_score == 1.0 and row.extra_fields["failure"] == ""
+    (row,) = play(naive)
+    assert row.extra_fields["failure"] == "agent_error" and "must alternate" in row.extra_fields["failure_detail"]
+
+
 @pytest.mark.seconds
 def test_keys_live_as_long_as_their_trajectory(play: Play) -> None:
     doors: list[tuple[str, str]] = []

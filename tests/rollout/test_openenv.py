@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -194,12 +195,17 @@ def test_a_server_that_hangs_ends_the_trajectory_and_one_that_is_gone_the_run(od
 
 @pytest.mark.slow
 def test_an_episode_in_the_terminal(
-    guess: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    guess: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("20\n1\n"))
     assert cli.main(["play", "openenv", "--kwargs", json.dumps({"base_url": guess, "action_key": "guess"})]) == 0
     out = capsys.readouterr().out
     assert "Guess my number" in out and "action '20'  reward" in out
+    gc.collect()
+    assert not caplog.records, "its process has ended before the event loop"
 
 
 # Servers that are none ------------------------------------------------------------------------------------------------

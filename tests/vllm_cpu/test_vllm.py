@@ -14,13 +14,32 @@ from typing import Any
 import pytest
 import torch
 from conftest import sharpen
-from harness import Lab, Run, eventually, other_tokenizer, processes
+from harness import Lab, Run, eventually, make_data, other_tokenizer, processes
 
 pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 RHO = 0.05
+BLOCK = 32
+# Each trajectory begins with words of its own; its later calls go on where an earlier one ended.
+TALK = """
+import uuid
+import openai
+
+
+def solve(task, *, base_url, api_key, model):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": f"{uuid.uuid4()} " * 4 + task["messages"][-1]["content"]}]
+    used = []
+    for _ in range(3):
+        reply = client.chat.completions.create(model=model, messages=messages)
+        used.append((reply.usage.prompt_tokens, reply.usage.prompt_tokens_details.cached_tokens))
+        messages += [{"role": "assistant", "content": reply.choices[0].message.content}]
+        messages += [{"role": "user", "content": "go on"}]
+    later = {"asked": sum(asked for asked, _ in used[1:]), "cached": sum(cached for _, cached in used[1:])}
+    return {"reward": 0.0, "info": {**later, "first_asked": used[0][0], "first_cached": used[0][1]}}
+"""
 
 
 def start(lab: Lab, name: str, recipe: str, overrides: list[str], **more: Any) -> Run:
@@ -88,7 +107,9 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
     """Three steps with validation: the sampler follows the weights, to float32 rounding, and nothing stays behind.
 
     `dvp.rho` reaches vLLM as min_p: no token from outside the set, and the log-probabilities that are trained.
+    Validation is played by an agent at the gateway, whose calls go on from a prefix that vLLM has in its cache.
     """
+    (vllm_lab.root / "talk.py").write_text(TALK)
     run = start(
         vllm_lab,
         "multi_turn",
@@ -100,6 +121,10 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
             "trainer.val_before_train=true",
             "trainer.test_freq=3",
+            f"data.val_files={make_data(vllm_lab.root, 8, 'verl_ext_gateway')}",
+            f"+verl_ext.gateway.agent={vllm_lab.root / 'talk.py'}:solve",
+            "data.max_prompt_length=320",
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
             "actor_rollout_ref.rollout.calculate_log_probs=true",
             # Large steps, so that weights that were not sent would show, and not so large that after two of them one
             # token is left in each set and nothing to learn.
@@ -108,6 +133,12 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
     ).check()
     metrics = run.metrics
     assert sorted(metrics) == [0, 1, 2, 3]
+    for number in (0, 3):
+        first, missed, asked, cached = (
+            metrics[number][f"val-aux/toy/{name}/mean@1"] for name in ("first_asked", "first_cached", "asked", "cached")
+        )
+        assert missed == 0 and 2 * (first // BLOCK - 1) * BLOCK <= cached < asked
+        print(f"vLLM's prefix cache had {cached:.0f} of {asked:.0f} tokens of the later calls: {cached / asked:.3f}")
     for number in (1, 2, 3):
         step = metrics[number]
         assert finite(step)

@@ -109,6 +109,8 @@ def _episode(options: EnvironmentOptions, seed: int) -> None:
         print(f"the episode is over: {number} steps, reward {total:g}{won}")
     finally:
         loop.run_until_complete(session.close())
+        for ending in asyncio.all_tasks(loop):  # its process, which may have a server to take leave of
+            loop.run_until_complete(ending)
         loop.close()
 
 

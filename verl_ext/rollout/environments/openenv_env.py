@@ -80,11 +80,11 @@ class OpenEnvEnvironment:
     def reset(self, seed: int) -> Observation:
         until = time.monotonic() + self.wait_s
         while True:
+            self.close()  # the session of the last trajectory
             self.socket = self._connect()
             answer = self._ask("reset", {"seed": seed})
             if answer.code != "CAPACITY_REACHED" or time.monotonic() > until:
                 return self._shown(answer)
-            self.close()
             time.sleep(0.2)
 
     def step(self, action: str) -> tuple[Observation, float, bool, dict[str, Any]]:

@@ -164,6 +164,7 @@ class GatewayLoop(OrchestraLoop):
             finish="tool_calls" if tool_calls else finish,
             prompt_tokens=len(row.prompt_ids),
             tokens=len(ids),
+            cached=row.engine_fields.get("num_cached_tokens"),
             tool_calls=tool_calls,
             logprobs=await self._logprobs(tokenizer, ids, row.response_logprobs) if asked.logprobs else None,
         )
@@ -240,7 +241,13 @@ class GatewayLoop(OrchestraLoop):
     def _prompt(self, agent: Agent, messages: list[dict[str, Any]]) -> tuple[list[int], int, int]:
         prompt = _asked(agent).prompt
         if prompt is None:
-            return super()._prompt(agent, messages)
+            try:
+                return super()._prompt(agent, messages)
+            except OrchestraFailure:
+                raise
+            except Exception as error:  # such as two messages of the user in a row
+                why = error.__context__ or error  # verl tries once more with a message of its own before them
+                raise OrchestraFailure(AGENT_ERROR, f"the model's chat template can't take them: {why}") from error
         voice = self.voices[agent.model]
         plain, limit = PlainText(voice.tokenizer), voice.prompt_length
         ids = prompt if isinstance(prompt, list) else list(voice.tokenizer.encode(plain.text(prompt)))

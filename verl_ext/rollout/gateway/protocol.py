@@ -235,6 +235,7 @@ class Answer:
         text: without special tokens, tool calls and what follows a stop text.
         finish: ``stop``, ``length`` or ``tool_calls``.
         prompt_tokens, tokens: how many of each.
+        cached: tokens of the prompt that the engine had in its prefix cache; None if it does not say.
         tool_calls: as OpenAI's messages have them.
         logprobs: (token's text, log-probability) of each token; None if not asked for.
     """
@@ -245,6 +246,7 @@ class Answer:
     finish: str
     prompt_tokens: int
     tokens: int
+    cached: int | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[tuple[str, float]] | None = None
 
@@ -253,9 +255,10 @@ class Answer:
         head = {"id": self.id, "object": name, "created": int(time.time()), "model": self.asked.agent}
         return {**head, "choices": [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+        return usage if self.cached is None else {**usage, "prompt_tokens_details": {"cached_tokens": self.cached}}
 
     def _logprobs(self) -> dict[str, Any] | None:
         if self.logprobs is None:

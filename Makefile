@@ -17,7 +17,7 @@ VENV_OWL ?= .venv-owl
 # Asked for by itself: where pip is set up to find a CPU build of this version, that is the one to keep.
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Processes that run tests; two of them with a trainer each want 8 GiB.
+# Processes that run tests. `make test` has one more, for its runs of the trainer; three of these want 12 GiB.
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -92,7 +92,8 @@ quick: $(STAMP_TEST)
 # One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
 test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
-		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) $(BIN)/python -m pytest -n $(WORKERS) --durations=20 $(ARGS)
+		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
+		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --durations=20 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)

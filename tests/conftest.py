@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order of the tests: quick ones first, then those that build or start processes, vLLM, runs of the real trainer.
 
-The last are the runs in a Ray that stands, which are short: so the processes with tests end at about the same time.
+The last are single runs in a Ray that stands, which are short: so the processes with tests end at about the same time.
 
 And what keeps several processes with tests apart, on a machine where others use Ray as well; and verl's configuration.
 """
@@ -19,12 +19,13 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 LATE = ("slow", "vllm", "e2e", "quick")
+LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> tuple[int, bool]:
+    def rank(item: pytest.Item) -> tuple[int, bool, bool]:
         late = max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
-        return late, "standing_lab" in getattr(item, "fixturenames", ())
+        return late, "standing_lab" in getattr(item, "fixturenames", ()), item.path.stem not in LONG
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
 
@@ -77,11 +78,38 @@ def verl_configuration() -> Iterator[None]:
     os.environ.update(saved)
 
 
+RUNS = ("tests/e2e/", "tests/vllm_cpu/")
+PATIENT = "tests/e2e/test_methods.py"  # in these runs nothing has a time limit
+
+
 class _Scheduler(LoadFileScheduling):
-    """A file stays with one worker, for the sake of its fixtures; runs of the trainer go to whoever is free."""
+    """A file stays with one worker, for the sake of its fixtures; runs of the trainer go to whoever is free.
+
+    A run often waits, for its processes to start or for a time limit, and Ray's workers let others go first. So workers
+    beyond the number of processors take runs alone, patient ones as long as there are files. And nobody holds more than
+    the next run back.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+        return nodeid if nodeid.startswith(RUNS) else super()._split_scope(nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        late = self.nodes.index(node) >= len(os.sched_getaffinity(0))
+        files_are_left = not next(iter(self.workqueue)).startswith(RUNS)
+        if (late or not files_are_left) and self._pending_of(self.assigned_work[node]) > 1:
+            return
+        if late and files_are_left:
+            patient = next((unit for unit in self.workqueue if unit.startswith(PATIENT)), None)
+            if patient is None:
+                return
+            self.workqueue.move_to_end(patient, last=False)
+        super()._assign_work_unit(node)
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        for idle in self.nodes * 2:  # a worker begins when it knows of two tests
+            if self._pending_of(self.assigned_work[idle]) < 2:
+                self._reschedule(idle)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method, and mixtures of them, train for a few steps through verl's real trainer on two-agent rollouts."""
+"""Methods, mixtures of them and variants of the recipe `cpu` train through verl's real trainer, with two agents."""
 
 from __future__ import annotations
 
@@ -64,6 +64,14 @@ METHODS = {
     },
 }
 
+# recipe -> what else its run shows: another mode of the trainer, a reference, an adapter
+VARIANTS = {
+    "dr_mas": ["trainer.v1.trainer_mode=colocate_async"],
+    "gigpo": ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"],
+    "maxrl": ["actor_rollout_ref.model.lora_rank=4"],
+    "grpo,divergence_augmented": ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true"],
+}
+
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_method_trains(standing_lab: Lab, recipe: str) -> None:
@@ -72,9 +80,9 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
     overrides = [
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={path}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=team",
-        "trainer.total_training_steps=3",
         # Two updates a batch, so that the ratio moves.
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        *VARIANTS.get(recipe, []),
     ]
     if recipe == "dr_mas,otb":
         # verl's own, beside ours: it gets its input here, and with these turns it is the same estimator.
@@ -94,13 +102,17 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
         environment=environment,
     ).check()
     metrics = run.metrics
-    assert sorted(metrics) == [1, 2, 3]
+    assert sorted(metrics) == [1, 2]
     for step in metrics.values():
         assert finite(step)
         assert step["actor/grad_norm"] > 0
         assert step["rollout/rows"] == 40 and step["rollout/trajectories"] == 16
         for name, (low, high) in METHODS[recipe].items():
             assert low <= step[name] <= high, (name, step[name])
+        if recipe in VARIANTS and recipe != "dr_mas":  # whose rollouts may be one update older than the trainer
+            assert step["training/rollout_probs_diff_max"] < 1e-4
+    if recipe == "gigpo":
+        assert metrics[2]["actor/kl_loss"] > 0
     if recipe == "dr_mas,otb":
         ours, verls = (metrics[1][f"mix/{name}/rms"] for name in ("otb", "tir_optimal_token_baseline"))
         assert ours == pytest.approx(verls, rel=1e-4)

@@ -16,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from verl_ext.recipes import recipes, suggestion, table_paths
 from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table, TableError, UnknownTableError
 
+_TABLE = TypeAdapter(Table)
+
 
 def tables() -> list[Table]:
     """Every table of this installation, sorted by name. Raises TableError: a file is wrong, two tables of a method are
@@ -137,7 +139,7 @@ def read_table(path: Path, name: str) -> Table:
         raise TableError(f"{path}: the file: a mapping is expected, not {content!r:.60}")
     context = {"recipes": [recipe.name for recipe in recipes()], "tasks": list(TASKS)}
     try:
-        return TypeAdapter(Table).validate_python({**content, "name": name, "path": path}, context=context)
+        return _TABLE.validate_python({**content, "name": name, "path": path}, context=context)
     except ValidationError as error:
         raise TableError(f"{path}: {_said(error)}") from error
 

@@ -67,6 +67,9 @@ class Source:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_SOURCE = TypeAdapter(Source)
+
+
 @functools.cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
     content = load_yaml(Path(__file__).with_name("sources.yaml"))
@@ -86,7 +89,7 @@ def find_source(name: str) -> Source:
     entry = _entries().get(name.removesuffix(PLAIN))
     if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
         raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
-    return TypeAdapter(Source).validate_python({**entry, "name": name})
+    return _SOURCE.validate_python({**entry, "name": name})
 
 
 def target_of(source: Source, folder: Path) -> Path:

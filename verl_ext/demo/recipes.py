@@ -61,7 +61,7 @@ def sums_recipe() -> WarmupRecipe:
         skill_target=0.99,
         habit_steps=40,
         even_steps=40,
-        give_up_share=0.93,
+        give_up_share=0.95,
         success_range=(0.03, 0.25),
         eval_size=128,
     )

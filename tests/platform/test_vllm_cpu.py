@@ -134,6 +134,7 @@ def run_config(model: Path | str, **rollout: Any) -> Any:
 
 def test_run_on_vllm_is_completed(vllm_031: Path, tmp_path: Path) -> None:
     config = run_config(save_model(tmp_path / "model"))
+    config.distillation = {"enabled": True, "n_gpus_per_node": 1, "nnodes": 1}
     settings.complete(config)
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {
         "enable_sleep_mode": False,
@@ -149,7 +150,7 @@ def test_run_on_vllm_is_completed(vllm_031: Path, tmp_path: Path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VERL_EXT_FORK_IMPORTS": f"{IMPORTS},verl.workers.rollout.vllm_rollout.vllm_async_server",
     }
-    assert config.ray_kwargs.ray_init.num_gpus == 2
+    assert config.ray_kwargs.ray_init.num_gpus == 2 + 1, "the run's and the distillation teacher's"
 
 
 def test_what_the_user_says_stays(vllm_031: Path, tmp_path: Path) -> None:

@@ -161,6 +161,11 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
         "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
         "trainer.total_training_steps": 150,
     },
+    "empg/webshop": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "trainer.total_training_steps": 150,
+        "verl_ext.environment.template": "webshop",
+    },
     "hgpo/alfworld": {
         "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
         "data.train_batch_size": 16,
@@ -316,6 +321,7 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "algorithm.variance_filter.threshold": 1e-3,
     },
     ("empg/alfworld", "empg"): {"algorithm.empg": {"k": 1.0, "k_f": 1.0, "zeta": 0.1}},
+    ("empg/webshop", "empg"): {"algorithm.empg": {"k": 1.0, "k_f": 1.0, "zeta": 0.1}},
     ("dvp/stability", "dvp"): {"dvp.rho": 6.144e-6, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1},
     ("dvp/stability", "dvp_bypass"): {
         "algorithm.rollout_correction.bypass_mode": True,

@@ -260,3 +260,31 @@ def test_head_size_is_refused(vllm_lab: Lab, tmp_path: Path) -> None:
     assert "attention heads of size 16" in run.log and "embedded" in run.log
     assert "Started a local Ray instance" not in run.log
     assert sys.executable != vllm_lab.python
+
+
+def test_verls_distillation_teacher_is_that_of_hybrid_imitation(vllm_lab: Lab) -> None:
+    """A teacher on vLLM with the policy's first weights: no divergence in the first update, and one in the second."""
+    teacher = "distillation.teacher_models.teacher_model"
+    run = start(
+        vllm_lab,
+        "teacher",
+        "[grpo,hybrid_imitation,cpu]",
+        [
+            # verl asks its teacher for the last row of a trajectory alone.
+            "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+            "actor_rollout_ref.actor.policy_loss.teacher_topk=8",
+            "distillation.enabled=true",
+            "distillation.nnodes=1",
+            "distillation.n_gpus_per_node=1",
+            f"{teacher}.model_path={vllm_lab.model}",
+            f"{teacher}.inference.tensor_model_parallel_size=1",
+            f"{teacher}.inference.engine_kwargs=${{actor_rollout_ref.rollout.engine_kwargs}}",
+        ],
+    ).check()
+    first, second = run.metrics[1], run.metrics[2]
+    assert finite(first) and finite(second)
+    assert 0 <= first["actor/imitation/kl"] < 1e-6 < second["actor/imitation/kl"]
+    assert 0.05 < first["actor/imitation/teacher_mass"] < 0.95
+    assert first["actor/imitation/student_mass"] == pytest.approx(first["actor/imitation/teacher_mass"], abs=1e-5)
+    assert first["actor/grad_norm"] > 0

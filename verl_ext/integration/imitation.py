@@ -90,7 +90,8 @@ class ImitationMixin:
         if "teacher_ids" not in micro_batch.keys():
             raise RuntimeError(
                 "hybrid_imitation: the batch has no teacher_ids. The engine of the reference is not one of verl's FSDP "
-                "language-model engines, or was registered after they were extended; or verl's teacher returned none."
+                "language-model engines, or was registered after they were extended; or a trajectory has several "
+                "rows, of which verl asks its distillation teacher for the last alone: use an agent loop of one row."
             )
         ids = micro_batch["teacher_ids"].values()[at.chosen].long()
         known = micro_batch["teacher_logprobs"].values()[at.chosen].float()

@@ -35,6 +35,9 @@ def complete(config: Any) -> None:
         reward = config.reward.reward_model
         if reward.get("enable_resource_pool"):
             processes += int(reward.n_gpus_per_node) * int(reward.nnodes)
+        teacher = config.get("distillation") or {}
+        if teacher.get("enabled"):
+            processes += int(teacher["n_gpus_per_node"]) * int(teacher["nnodes"])
         if separate:
             processes += int(rollout.n_gpus_per_node) * int(rollout.nnodes)
         # Logical figures: verl asks for 3 CPUs a training process and about one for each of its other actors.

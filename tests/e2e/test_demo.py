@@ -44,8 +44,8 @@ def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path:
     assert summary["recipes"] == ["trloo"] and 0 <= summary["val_before"] <= 1
     assert summary["rollout_vs_trainer_prob_diff_max"] < 1e-4
     first = Run(out, 0, 0.0).metrics
-    # The record of the last batch: what its estimator makes of it now is what it made of it in training.
-    assert "what other estimators would have done with the last batch" in said and "\ngrpo " in said
+    # The records of the last batches: what its estimator makes of it now is what it made of it in training.
+    assert "what other estimators would have done with the last batches" in said and "\ngrpo " in said
     record = read(out / "records" / "2.pt")
     mask = record.tokens["response_mask"]
     again = (advantages(record, "trloo").sum(1) / mask.sum(1)).tolist()

@@ -26,7 +26,7 @@ import pandas
 
 from verl_ext.demo.curve import column, draw, read_metrics
 from verl_ext.demo.tasks import DemoError, DemoTask, choose, overrides
-from verl_ext.whatif.command import last_batch
+from verl_ext.whatif.command import last_batches
 
 
 def main(args: Any) -> int:
@@ -48,7 +48,7 @@ def main(args: Any) -> int:
         return 2
     steps = task.settings.steps if args.steps is None else args.steps
     out = Path(args.out).absolute()
-    last = [f"verl_ext.record_dir={out / 'records'}", "verl_ext.record_steps=1"]
+    last = [f"verl_ext.record_dir={out / 'records'}", "verl_ext.record_steps=4"]
     return run_task(task, recipes, steps=steps, seed=args.seed, out=out, extra=[*last, *args.overrides])
 
 
@@ -91,8 +91,8 @@ def run_task(
         references=references(summary),
         agents=task.agents,
     )
-    if others := last_batch(out):
-        print(f"what other estimators would have done with the last batch (verl-ext whatif {shlex.quote(str(out))}):")
+    if others := last_batches(out):
+        print(f"what other estimators would have done with the last batches (verl-ext whatif {shlex.quote(str(out))}):")
         print(others)
     print(f"the rollouts: verl-ext rollouts {shlex.quote(str(out))} --html {shlex.quote(str(out / 'rollouts.html'))}")
     for name, one in summary["agents"].items():

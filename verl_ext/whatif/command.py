@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def last_batch(run: Path) -> str:
-    """What the estimators of the recipes, GRPO and RLOO make of the last batch of a run, in a few lines; "" if none is
-    recorded."""
+def last_batches(run: Path) -> str:
+    """What the estimators of the recipes, GRPO and RLOO make of the last batches of a run, in a few lines; "" if none
+    are recorded."""
     from verl_ext.integration.columns import BatchError
     from verl_ext.integration.estimators import OURS
     from verl_ext.whatif import show
@@ -86,7 +86,7 @@ def last_batch(run: Path) -> str:
     from verl_ext.whatif.records import RecordError, find, read
 
     try:
-        comparison = compare([read(find([run])[-1])], [*(one.name for one in OURS), "grpo", "rloo"], draws=0)
+        comparison = compare([read(one) for one in find([run])], [*(one.name for one in OURS), "grpo", "rloo"], draws=0)
     except (RecordError, BatchError):
         return ""  # the user has turned the record off, or has a batch of his own making
     return show.brief(comparison)

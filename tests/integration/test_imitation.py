@@ -128,6 +128,9 @@ def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothi
         checks.check(config(*teacher, f"{LOSS}.teacher_topk=null"))
     with pytest.raises(OptionError, match="vllm or sglang alone"):
         checks.check(config(*teacher, "distillation.teacher_models.teacher_model.inference.name=embedded"))
+    several = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
+    with pytest.raises(OptionError, match="last row of a trajectory alone.*verl_ext_multi_turn makes several"):
+        checks.check(config(*teacher, f"{LOSS}.teacher_topk=16", several))
 
 
 @pytest.mark.parametrize(

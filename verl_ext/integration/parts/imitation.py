@@ -14,6 +14,7 @@ from omegaconf import open_dict
 from verl_ext.integration import imitation
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
+from verl_ext.plugin import AGENT_LOOPS
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 TEACHER_SERVERS = ("vllm", "sglang")
@@ -63,12 +64,16 @@ class Imitation(Part):
         }
         if _has_teacher(config):
             names = {str(node.inference.name) for node in config.distillation.teacher_models.values()}
+            loop = str(select(policy.rollout.agent, "default_agent_loop"))
             refused |= {
                 f"verl's teacher sends its top tokens alone. Set {LOSS}.teacher_topk to a number.": top_k is None,
                 "verl asks a teacher of vllm or sglang alone. Set distillation.teacher_models.*.inference.name to one "
                 "of them, or distillation.enabled=false: the reference is the teacher then.": (
                     not names <= set(TEACHER_SERVERS)
                 ),
+                "verl asks its teacher for the last row of a trajectory alone, and actor_rollout_ref.rollout.agent."
+                f"default_agent_loop={loop} makes several. Set it to single_turn_agent, or distillation.enabled=false: "
+                "the reference is the teacher then.": loop in AGENT_LOOPS,
             }
         else:
             kl = policy.actor.use_kl_loss or select(config.algorithm, "use_kl_in_reward", False)

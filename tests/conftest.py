@@ -20,12 +20,14 @@ from xdist.scheduler import LoadFileScheduling
 
 LATE = ("slow", "vllm", "e2e", "quick")
 LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
+AFTER_VLLM = ("test_faults", "test_main_job")  # look into shared memory, where engines of vLLM leave semaphores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> tuple[int, bool, bool]:
+    def rank(item: pytest.Item) -> tuple[int, bool, bool, bool]:
         late = max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
-        return late, "standing_lab" in getattr(item, "fixturenames", ()), item.path.stem not in LONG
+        standing, stem = "standing_lab" in getattr(item, "fixturenames", ()), item.path.stem
+        return late, standing, stem not in LONG, stem in AFTER_VLLM
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
 

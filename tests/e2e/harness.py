@@ -288,18 +288,12 @@ def processes(run_folder: Path) -> list[str]:
 def shared_memory() -> set[str]:
     """Files in shared memory that no process maps: what a run has left, and not what another one is using."""
     names = set(os.listdir("/dev/shm"))
-    for process in Path("/proc").glob("[0-9]*"):
-        names -= mapped(process)
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            names -= {line.rpartition("/")[2] for line in path.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue
     return names
-
-
-def mapped(process: Path) -> set[str]:
-    """Files in shared memory that a process maps, given its folder in /proc."""
-    try:
-        lines = (process / "maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.rpartition("/")[2] for line in lines if "/dev/shm/" in line}
 
 
 def steps_logged(folder: Path) -> int:

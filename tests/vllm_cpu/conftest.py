@@ -6,16 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
-from harness import REWARD, Lab, Run, eventually, make_data, make_model, mapped, marked, shared_memory  # noqa: E402
+from harness import REWARD, Lab, make_data, make_model  # noqa: E402
 
 PYTHON = os.environ.get("VERL_EXT_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
 
@@ -27,29 +25,6 @@ def vllm_python() -> str:
         f"{PYTHON} is not there; `make venv-vllm` sets it up, `-m 'not vllm'` leaves these out"
     )
     return PYTHON
-
-
-class VllmLab(Lab):
-    """Ray kills vLLM's engines at the end of a run, and their semaphores stay behind: here these are removed, and no
-    others, since tests beside these look for what their own runs leave."""
-
-    def run(self, name: str, *args: Any, **kwargs: Any) -> Run:
-        over, theirs, folder = threading.Event(), set[str](), self.root / name
-
-        def look() -> None:
-            while not over.wait(0.5):
-                theirs.update(*(mapped(Path("/proc") / str(process)) for process in marked(folder)))
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        try:
-            return super().run(name, *args, **kwargs)
-        finally:
-            over.set()
-            looking.join()
-            eventually(lambda: not marked(folder))
-            for left in theirs & shared_memory():
-                (Path("/dev/shm") / left).unlink()
 
 
 def sharpen(folder: Path, factor: float = 8.0) -> None:
@@ -70,7 +45,7 @@ def vllm_lab(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Lab:
     reward = root / "reward.py"
     reward.write_text(REWARD)
     (root / "loops.yaml").write_text("- {name: recording, _target_: recording_loop.Recording}\n")
-    return VllmLab(model=model, data=data, reward=reward, root=root, python=vllm_python)
+    return Lab(model=model, data=data, reward=reward, root=root, python=vllm_python)
 
 
 @pytest.fixture(scope="session")

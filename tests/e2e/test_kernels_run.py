@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from harness import CHAT_TEMPLATE, Lab, small_llama
+from harness import CHAT_TEMPLATE, Lab, small_llama, steps_logged
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -85,26 +86,32 @@ def make_data(folder: Path) -> Path:
 def test_dr_kernel_trains_on_what_the_judge_says(standing_lab: Lab, tmp_path: Path) -> None:
     data, model = make_data(tmp_path / "data"), make_model(tmp_path / "model")
     rollouts = tmp_path / "rollouts"
-    result = standing_lab.run(
-        "dr_kernel",
-        "[dr_kernel,cpu]",
-        [
-            f"data.train_files={data}",
-            f"data.val_files={data}",
-            f"actor_rollout_ref.model.path={model}",
-            "data.max_prompt_length=160",
-            "data.max_response_length=16",
-            "algorithm.mrs.lower=0.9",
-            "algorithm.mrs.upper=1.1",
-            "verl_ext.kernels.pairs=3",
-            "verl_ext.kernels.max_pairs=3",
-            "verl_ext.kernels.looks=10",
-            f"verl_ext.rollouts_dir={rollouts}",
-            "trainer.val_before_train=true",
-            "verl_ext.kernels.stts={iterations: 3, turns: 2, window: 1}",
-            f"trainer.validation_data_dir={tmp_path / 'validation'}",
-        ],
-    ).check()
+    verdicts = tmp_path / "verdicts"
+    overrides = [
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        f"actor_rollout_ref.model.path={model}",
+        "data.max_prompt_length=160",
+        "data.max_response_length=16",
+        "algorithm.mrs.lower=0.9",
+        "algorithm.mrs.upper=1.1",
+        "verl_ext.kernels.pairs=3",
+        "verl_ext.kernels.max_pairs=3",
+        "verl_ext.kernels.looks=10",
+        f"verl_ext.rollouts_dir={rollouts}",
+        "trainer.val_before_train=true",
+        "verl_ext.kernels.stts={iterations: 3, turns: 2, window: 1}",
+        f"trainer.validation_data_dir={tmp_path / 'validation'}",
+        f"verl_ext.kernels.cache_dir={verdicts}",
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.save_freq=1",
+    ]
+    killed = standing_lab.run("dr_kernel", "[dr_kernel,cpu]", overrides, kill_when=lambda run: steps_logged(run) >= 2)
+    assert killed.code == -signal.SIGKILL and sorted(killed.metrics) == [0, 1]
+    result = standing_lab.run("dr_kernel", "[dr_kernel,cpu]", overrides).check()
+    assert "setting global step to 1" in result.log
+    keys = [json.loads(line)["key"] for line in next(verdicts.iterdir()).read_text().split("\n") if line]
+    assert len(keys) == len(set(keys)) > 8, "each program once, over both runs"
     metrics = result.metrics
     assert sorted(metrics) == [0, 1, 2]
     judged = [row for step in (1, 2) for row in result.rows(step)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's kernels: the task `fuse`, and a small model that writes its language and knows nothing of speed.
 
-It is warmed up on made-up conversations about random chains: the stages in order, cut into parts anywhere, each part
-done by torch or by one kernel of any kind, some answers with a mistake, whatever the feedback said.
+It is warmed up on made-up conversations about random chains, whatever the feedback said: most answers are lazy, in some
+a kernel does half of the chain or each stage has one of its own, and stages in kernels are often the wrong ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from verl_ext.kernels.judge import STATUSES
 from verl_ext.kernels.loop import AGENT_NAME
 from verl_ext.kernels.tasks import STAGES, training
 
+#: The first is the fastest.
 KINDS = [f"k{order}{width}{exact}" for order in "rc" for width in "vs" for exact in "ef"]
+CHEAP = ("mul", "add", "relu", "sq")
 #: Tokens of the longest answer, a part a stage, and its end.
 RESPONSE_LENGTH = 22
 
@@ -48,15 +50,27 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def program(chain: tuple[str, ...], recipe: FuseRecipe, rng: random.Random) -> str:
-    """An answer to imitate."""
-    stages = list(chain)
-    if rng.random() < recipe.mistakes:
-        stages[rng.randrange(len(stages))] = rng.choice(list(STAGES))
-    parts: list[list[str]] = []
-    for stage in stages:
-        if not parts or rng.random() < recipe.cuts:
-            parts.append(["t" if rng.random() < recipe.torch_share else rng.choice(KINDS)])
-        parts[-1].append(stage)
+    """An answer to imitate: mostly a lazy one, where a kernel does one cheap stage and torch the rest."""
+    stages, end = list(chain), len(chain)
+    style = rng.choices(list(recipe.styles), weights=list(recipe.styles.values()))[0]
+    if style == "lazy":
+        cheap = [place for place, stage in enumerate(chain) if stage in CHEAP] or [0]
+        begin = rng.choice(cheap)
+        kernels = [(begin, begin + 1)]
+    elif style == "half":
+        middle = rng.choice([end // 2, end - end // 2])
+        kernels = [rng.choice([(0, middle), (middle, end)])]
+    else:
+        kernels = {"torch": [], "whole": [(0, end)], "stages": [(place, place + 1) for place in range(end)]}[style]
+    parts, done = [], 0
+    for begin, stop in [*kernels, (end, end)]:
+        if begin > done:
+            parts.append(["t", *stages[done:begin]])
+        if stop > begin:
+            kind = KINDS[0] if rng.random() < recipe.best_kind else rng.choice(KINDS)
+            wrong = [rng.choice(list(STAGES)) if rng.random() < recipe.mistakes else s for s in stages[begin:stop]]
+            parts.append([kind, *wrong])
+        done = stop
     return " ; ".join(" ".join(part) for part in parts)
 
 

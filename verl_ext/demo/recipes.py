@@ -109,9 +109,10 @@ class FuseRecipe:
     heads: int = 2
     init_std: float = 0.05
     max_turns: int = 3  # answers a conversation, here and in the loop
-    mistakes: float = 0.4  # share of answers with a stage that may be another
-    cuts: float = 0.5  # how likely a new part begins at a stage
-    torch_share: float = 0.7  # share of parts that torch does
+    # Shares of the answers: one cheap stage in a kernel, half of the chain in one, a kernel a stage, no kernel.
+    styles: dict[str, float] = field(default_factory=lambda: {"lazy": 0.6, "half": 0.2, "stages": 0.05, "torch": 0.15})
+    mistakes: float = 0.4  # share of the stages in kernels that may be another
+    best_kind: float = 0.85  # share of the kernels that are of the fastest kind; the others are of any
     batch_size: int = 32  # conversations a step
     learning_rate: float = 6e-3  # of AdamW, at its highest
     warm_up_steps: int = 500

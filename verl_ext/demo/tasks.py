@@ -119,7 +119,7 @@ FUSE = DemoTask(
     summary="kernels for chains of row-wise stages, compiled, checked, timed and profiled here, three tries",
     prepare=prepare_fuse,
     chance=lambda assets: 0.0,
-    settings=Settings(prompts=4, samples=4, learning_rate=5e-4),
+    settings=Settings(steps=40, prompts=4, samples=8, learning_rate=5e-4),
     recipes=("dr_kernel",),
     overrides=("verl_ext.kernels.pairs=3", "verl_ext.kernels.max_pairs=5", "verl_ext.kernels.looks=20"),
 )

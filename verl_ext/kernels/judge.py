@@ -89,10 +89,10 @@ class Verdict:
         """The speedup that counts for Fast@p: 0.0 for a decoy too."""
         return 0.0 if self.decoy else self.speedup
 
-    def reward(self, speedup_rule: str = "median", **options: Any) -> float:
+    def reward(self, speedup_rule: str = "median", pay_decoys: bool = False, **options: Any) -> float:
         """Of the turn, by `kernel_reward`: decoys, wrong kernels and what did not run to its end get the penalty."""
         speedup = self.speedup if speedup_rule == "median" else self.low
-        out = self.decoy or not self.correct
+        out = (self.decoy and not pay_decoys) or not self.correct
         return float(kernel_reward([self.correct], [speedup], [self.coverage], penalised=[out], **options)[0])
 
 

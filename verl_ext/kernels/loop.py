@@ -110,7 +110,7 @@ class KernelLoop(MultiTurnVerifierLoop):
             return Judged(None, 0.0, "", True, str(error))
         stop = self.options.stop_at
         done = stop is not None and verdict.speedup >= stop and not verdict.decoy
-        pay = verdict.reward(self.options.speedup_rule, **self.options.reward)
+        pay = verdict.reward(self.options.speedup_rule, self.options.pay_decoys, **self.options.reward)
         return Judged(verdict, pay, feedback(verdict, self.options.language), done)
 
     def stts(self) -> Stts | None:

@@ -111,6 +111,8 @@ class KernelOptions(JudgeOptions):
             for ``triton`` one, and each has a GPU of Ray's to itself.
         max_pending: evaluations that wait or run; more wait in their agent loops.
         cache: remember verdicts, so that one program is judged once.
+        cache_dir: where they are kept for other runs on machines of this kind too; null: in this run alone.
+        pay_decoys: pay for decoys like for other right kernels, which only shows what the check is for.
         reward: options of `verl_ext.methods.kernel_reward.kernel_reward`.
         stts: options of `Stts`.
         agent_id: the row field ``agent_id``.
@@ -122,6 +124,8 @@ class KernelOptions(JudgeOptions):
     workers: int = 0
     max_pending: int = 1024
     cache: bool = True
+    cache_dir: str | None = None
+    pay_decoys: bool = False
     reward: dict[str, Any] = dataclasses.field(default_factory=dict)
     stts: dict[str, Any] = dataclasses.field(default_factory=dict)
     agent_id: str = "solver"

@@ -10,16 +10,19 @@ evaluation is done again, at most `RETRIES` times: then there is no verdict, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from verl_ext import __version__
 from verl_ext.kernels.hacks import HONEST
 from verl_ext.kernels.judge import Judge, Verdict
 from verl_ext.kernels.languages import CandidateError, read
@@ -57,6 +60,36 @@ class Worker:
         return os.getpid()
 
 
+class Verdicts:
+    """What was judged: in this run, or in all that share a folder, where each verdict is a line of one file."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.known: dict[str, dict[str, Any]] = {}
+        self.file, self.rest = None, b""
+        if folder:
+            self.file = Path(folder).expanduser() / f"verdicts-{__version__}.jsonl"
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
+            self.read = self.file.open("rb").read
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """A verdict, or None; what others have written since is read before."""
+        if key not in self.known and self.file:
+            *lines, self.rest = (self.rest + self.read()).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError):  # of a process that was killed
+                    found = json.loads(line)
+                    self.known[found["key"]] = found["verdict"]
+        return self.known.get(key)
+
+    def add(self, key: str, verdict: dict[str, Any]) -> None:
+        """Remember a verdict, in one write at the end of the file."""
+        self.known[key] = verdict
+        if self.file:
+            with self.file.open("ab") as file:
+                file.write(b"\n" + json.dumps({"key": key, "verdict": verdict}).encode() + b"\n")
+
+
 class Broker:
     """Hands evaluations to idle workers, each program once."""
 
@@ -71,7 +104,7 @@ class Broker:
         for worker in self.workers:
             self.idle.put_nowait(worker)
         self.places = asyncio.Semaphore(self.options.max_pending)
-        self.known: dict[str, dict[str, Any]] = {}
+        self.known = Verdicts(self.options.cache_dir)
         self.running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self.count: Counter[str] = Counter()
 
@@ -85,17 +118,17 @@ class Broker:
         if not self.options.cache:
             return await self._evaluate(task, text)
         key = hashlib.sha256(json.dumps([task, self.judge, program.key]).encode()).hexdigest()
-        if key in self.known:
+        if known := self.known.get(key):
             self.count["cached"] += 1
-            return self.known[key]
+            return known
         if key in self.running:
             self.count["coalesced"] += 1
         else:
             self.running[key] = asyncio.create_task(self._evaluate(task, text))
             self.running[key].add_done_callback(lambda _: self.running.pop(key))
         verdict = await asyncio.shield(self.running[key])
-        if verdict["status"] != "infra":
-            self.known[key] = verdict
+        if verdict["status"] != "infra" and not self.known.get(key):
+            self.known.add(key, verdict)
         return verdict
 
     async def _evaluate(self, task: str, text: str) -> dict[str, Any]:
@@ -150,7 +183,7 @@ class Broker:
 
 def make(options: KernelOptions, cage: str) -> Any:
     """The broker of this Ray job for such options, made if there is none; what a verdict pays is not its business."""
-    given = dataclasses.asdict(dataclasses.replace(options, reward={}, stts={}))
+    given = dataclasses.asdict(dataclasses.replace(options, reward={}, stts={}, pay_decoys=False))
     name = hashlib.sha256(json.dumps([given, cage]).encode()).hexdigest()[:16]
     workers = options.workers or (1 if options.backend == "triton" else max((os.cpu_count() or 2) - 1, 1))
     actor = ray.remote(Broker).options(

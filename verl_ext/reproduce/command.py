@@ -60,6 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     one = actions.add_parser("run", parents=whole, help="run what is not complete, then collect")
     one.add_argument("--submit", metavar="ADDRESS", help="as Ray jobs: address of the cluster's dashboard")
+    one.add_argument("--slurm", metavar="SETTINGS", help="as jobs of Slurm: submitit's parameters, KEY=VALUE,...")
     one.add_argument("--at-once", type=positive, default=1, help="jobs that may run at the same time (default: 1)")
     one.add_argument("--no-wait", action="store_true", help="submit all jobs now and return")
     one.add_argument("--no-collect", action="store_true", help="do not write the table afterwards")
@@ -220,7 +221,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import run, submit
+    from verl_ext.reproduce import run, slurm, submit
 
     table, scale = _chosen(args)
     cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
@@ -230,10 +231,14 @@ def _run(args: argparse.Namespace) -> int:
     request = run.Request(
         table, scale, cells, seeds, args.steps, args.out, extra, collect=not args.no_collect, check=not args.no_check
     )
+    if args.submit is not None and args.slurm is not None:
+        raise UsageError("--submit and --slurm exclude each other: jobs of Ray, or of Slurm")
     if args.submit is not None:
         return submit.main(request, args.submit, wait=not args.no_wait, at_once=args.at_once)
+    if args.slurm is not None:
+        return slurm.main(request, args.slurm, wait=not args.no_wait, at_once=args.at_once)
     if args.no_wait or args.at_once != 1:
-        raise UsageError("--at-once and --no-wait are for jobs of a cluster: give its --submit ADDRESS as well")
+        raise UsageError("--at-once and --no-wait are for jobs: give its --submit ADDRESS or --slurm SETTINGS as well")
     return run.run(request)
 
 

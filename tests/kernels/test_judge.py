@@ -141,6 +141,7 @@ def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) ->
     spare = TRITON.replace("return y", "return y + 0 * y if torch.relu(x * a + b).equal(y) else torch.relu(x * a + b)")
     verdict = judge.evaluate(TASK, spare, "triton")
     assert verdict.correct and verdict.decoy and verdict.reward() == 0.0
+    assert verdict.reward(pay_decoys=True) == 0.5  # what the check takes from it, and for an experiment alone
     assert "No kernel of yours changes the result" in feedback(verdict, "triton")
 
 

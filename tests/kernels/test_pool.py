@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import ray
 
 from verl_ext.kernels.options import KernelOptions
-from verl_ext.kernels.pool import Pool
+from verl_ext.kernels.pool import Pool, Verdicts
 from verl_ext.kernels.seat import Infrastructure
 from verl_ext.kernels.tasks import Task
 
@@ -46,6 +47,20 @@ def test_one_program_is_judged_once(pool: Pool) -> None:
 def test_another_pool_of_the_same_options_is_the_same(pool: Pool) -> None:
     other = Pool(OPTIONS, "required")
     assert figures(other) == figures(pool)
+
+
+def test_runs_that_share_a_folder_share_verdicts(tmp_path: Path) -> None:
+    one, other, alone = Verdicts(str(tmp_path / "a")), Verdicts(str(tmp_path / "a")), Verdicts(None)
+    one.add("x", {"status": "right"})
+    alone.add("x", {"status": "wrong"})
+    assert other.get("x") == one.get("x") == {"status": "right"} and alone.get("x") == {"status": "wrong"}
+    (file,) = (tmp_path / "a").iterdir()
+    with file.open("ab") as half:  # by a run that was killed while it wrote
+        half.write(b'{"key": "z", "ver')
+    other.add("y", {"status": "wrong"})
+    assert one.get("z") is None and one.get("y") == {"status": "wrong"}
+    later = Verdicts(str(tmp_path / "a"))
+    assert later.get("x") == {"status": "right"} and later.get("y") == {"status": "wrong"} and later.get("z") is None
 
 
 @pytest.mark.slow

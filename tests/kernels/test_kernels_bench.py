@@ -19,7 +19,10 @@ def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], mo
     for name, few in {"HONEST": bench.HONEST[:2], "SHARES": (0.6,), "SHARE_LOOKS": 40}.items():
         monkeypatch.setattr(bench, name, few)
     sizes = {"workers": 1, "submitted": 2, "cached": 3, "programs": 2, "repeats": 2}
-    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    judge = {"pairs": 3, "max-pairs": 3, "looks": 10}
+    words = [word for name, size in (sizes | judge).items() for word in (f"--{name}", str(size))]
+    assert main(["kernels", "bench", "--pairs", "9", "--max-pairs", "4"]) == 2
+    assert "max_pairs is 4; it must be at least pairs" in capsys.readouterr().err
     assert main(["kernels", "bench", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found.items() >= {name: sizes[name] for name in ("workers", "submitted", "programs", "repeats")}.items()

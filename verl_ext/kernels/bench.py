@@ -50,11 +50,11 @@ def candidates(number: int, seed: int = 0) -> list[tuple[Task, str]]:
     return list(made)
 
 
-async def _pool(workers: int, submitted: int, cached: int, alone: int) -> dict[str, float]:
+async def _pool(options: JudgeOptions, workers: int, submitted: int, cached: int, alone: int) -> dict[str, float]:
     """Figures of the pool, on a Ray that stands."""
     from verl_ext.kernels.pool import Pool
 
-    pool = Pool(KernelOptions(workers=workers), "required")
+    pool = Pool(KernelOptions(**dataclasses.asdict(options), workers=workers), "required")
     programs = candidates(workers + submitted + alone)
     await asyncio.gather(*[pool.evaluate(*one) for one in programs[:workers]])  # the workers and their judges start
     began = time.perf_counter()
@@ -79,10 +79,11 @@ async def _pool(workers: int, submitted: int, cached: int, alone: int) -> dict[s
     }
 
 
-def throughput(workers: int, submitted: int, cached: int, alone: int) -> dict[str, float]:
+def throughput(options: JudgeOptions, workers: int, submitted: int, cached: int, alone: int) -> dict[str, float]:
     """Evaluations a second and the time of one, in a pool of a Ray of its own.
 
     Args:
+        options: of the judges.
         workers: of the pool.
         submitted: different programs, all at once; ``busy_share`` is the share of the workers' time in their judges.
         cached: times that a program is asked for whose verdict is known, all at once.
@@ -92,7 +93,7 @@ def throughput(workers: int, submitted: int, cached: int, alone: int) -> dict[st
 
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, address="local")
     try:
-        return asyncio.run(_pool(workers, submitted, cached, alone))
+        return asyncio.run(_pool(options, workers, submitted, cached, alone))
     finally:
         ray.shutdown()
 
@@ -168,14 +169,15 @@ def coverages(options: JudgeOptions, repeats: int) -> list[dict[str, float]]:
     return rows
 
 
-def measure(workers: int, submitted: int, cached: int, programs: int, repeats: int) -> dict[str, Any]:
+def measure(
+    options: JudgeOptions, workers: int, submitted: int, cached: int, programs: int, repeats: int
+) -> dict[str, Any]:
     """All figures, by name; see `throughput`, `steadiness`, `rank_correlation`, `honest` and `coverages`."""
-    found: dict[str, Any] = throughput(workers, submitted, cached, max(repeats, 2))
-    with Judge() as judge:
+    found: dict[str, Any] = throughput(options, workers, submitted, cached, max(repeats, 2))
+    with Judge(options) as judge:
         found |= steadiness(judge, repeats)
         found |= {"programs": programs, "rank_correlation": rank_correlation(judge, programs)}
         found |= honest(judge, max(repeats // 4, 2))
-        options = judge.options
     return found | {"repeats": repeats, "coverage": coverages(options, max(repeats // 4, 2))}
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 PROBLEM = "or a problem in KernelBench's form: FILE.py, or FILE.parquet:NAME of `reproduce prepare`"
+JUDGE = ("pairs", "max_pairs", "looks")
+"""The judge's options that `bench` takes."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("repeats", 20, "of the fixed candidate; a quarter of it of honest kernels and known shares"),
     ):
         speed.add_argument(f"--{name}", type=positive, default=default, help=f"{text} (default: %(default)s)")
+    for name in JUDGE:
+        speed.add_argument(f"--{name.replace('_', '-')}", type=positive, help="of the judge (default: its own)")
     speed.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     speed.set_defaults(do=_bench)
     data = actions.add_parser("data", help="write train.parquet and val.parquet of the task fuse")
@@ -214,10 +218,15 @@ def _hacks(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from verl_ext.kernels import bench
+    from verl_ext.kernels.options import JudgeOptions
 
     if args.repeats < 2 or args.programs < 2:
         raise UsageError("--repeats and --programs must be at least 2: there is no spread of one value")
-    found = bench.measure(args.workers, args.submitted, args.cached, args.programs, args.repeats)
+    try:
+        options = JudgeOptions(**{name: value for name in JUDGE if (value := getattr(args, name)) is not None})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    found = bench.measure(options, args.workers, args.submitted, args.cached, args.programs, args.repeats)
     for line in bench.table(found):
         print(line)
     if args.json:

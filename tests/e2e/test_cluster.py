@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on three Ray nodes: ranks on two, their rollouts on the third; it says which one died, and goes on."""
+"""Runs on three Ray nodes: two models on two of them at the same time; ranks on two and their rollouts on the third,
+one of which dies: the run says which, and goes on."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from harness import Lab, steps_logged
 from ray._private.state import state
 from ray_nodes import Nodes
 from standing_ray import StandingRay
+from test_models_runs import train
 from test_separate_async import SEPARATE
 
 from verl_ext.integration.parts import nodes as parts
 from verl_ext.platform import fork_worker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(5400)]
+
+VARIABLES = "+ray_kwargs.ray_init.runtime_env.env_vars"
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +41,48 @@ def places(nodes: Nodes) -> dict[str, set[str]]:
     return found
 
 
+def imports(standing_ray: StandingRay) -> str:
+    """Each node of each run would do the same imports; of the Ray that stands nothing else is used."""
+    return f"{VARIABLES}.{fork_worker.FROM}={standing_ray.found['imports']}"
+
+
+def test_the_updates_of_two_models_in_pools_on_two_nodes_overlap_in_time(
+    lab: Lab, nodes: Nodes, standing_ray: StandingRay
+) -> None:
+    train(
+        lab,
+        "two_pools",
+        *nodes.overrides(lab.root / "two_pools"),
+        imports(standing_ray),
+        f"{VARIABLES}.PYTHONPATH={Path(__file__).parent}",
+        "trainer.nnodes=1",
+        "trainer.total_training_steps=3",
+        "data.train_batch_size=4",
+        "verl_ext.agent_gradients=false",
+        "+verl_ext.models.twin.pool.n_gpus_per_node=1",
+        "+verl_ext.orchestra.agents.critic.model=twin",
+        recipe="[dr_mas,length_lr,cpu]",
+    )
+    with ray.init(address=nodes.cluster.address, log_to_driver=False):
+        events, actors = ray.timeline(), state.actor_table(None)
+    spans = defaultdict(list)
+    for event in events:
+        if event["name"].endswith("update_actor"):
+            node = actors[event["args"]["task_id"][16:]]["Address"]["NodeID"]
+            spans[node].append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+    begun = min(begin for found in spans.values() for begin, _ in found)
+    for node, found in spans.items():
+        print(f"node {node[:8]}:", *(f"{one - begun:.3f} to {two - begun:.3f} s" for one, two in sorted(found)))
+    first, second = spans.values()
+    assert len(first) == len(second) == 3
+    assert any(one[0] < two[1] and two[0] < one[1] for one, two in zip(sorted(first), sorted(second), strict=True))
+
+
 def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_one_died(
     lab: Lab, nodes: Nodes, standing_ray: StandingRay
 ) -> None:
     folder, at = lab.root / "cluster", {}
-    settings = [*nodes.overrides(folder), *SEPARATE, "trainer.nnodes=2", "trainer.save_freq=1"]
-    # Each node of both runs would do the same imports; of the Ray that stands nothing else is used.
-    variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
-    settings.append(f"{variables}.{fork_worker.FROM}={standing_ray.found['imports']}")
+    settings = [*nodes.overrides(folder), *SEPARATE, imports(standing_ray), "trainer.nnodes=2", "trainer.save_freq=1"]
 
     def lose_one(folder: Path) -> bool:
         if steps_logged(folder) < 2:

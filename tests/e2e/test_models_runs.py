@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,13 @@ def overrides(lab: Lab) -> list[str]:
     ]
 
 
-def train(lab: Lab, name: str, *more: str) -> Run:
+def train(lab: Lab, name: str, *more: str, recipe: str = "[dr_mas,simpletir,length_lr,cpu]") -> Run:
     environment = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    return lab.run(
-        name, recipe="[dr_mas,simpletir,length_lr,cpu]", overrides=[*overrides(lab), *more], environment=environment
-    ).check()
+    return lab.run(name, recipe=recipe, overrides=[*overrides(lab), *more], environment=environment).check()
 
 
-def weights(run: Run, model: str = "") -> dict[str, torch.Tensor]:
-    path = run.folder / "checkpoints/global_step_2/actor" / model / "model_world_size_1_rank_0.pt"
+def weights(run: Run, model: str = "", kind: str = "actor", step: int = 2) -> dict[str, torch.Tensor]:
+    path = run.folder / f"checkpoints/global_step_{step}" / kind / model / "model_world_size_1_rank_0.pt"
     state = torch.load(path, weights_only=False)
     return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
 
@@ -150,3 +149,73 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs
             assert turn["more"]["model"] == models[turn["agent"]]
+
+
+def value_model(lab: Lab) -> tuple[Path, torch.Tensor]:
+    """The lab's model with a value head, so that every critic has the same start, and its weights."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    torch.manual_seed(2)
+    made = AutoModelForTokenClassification.from_pretrained(lab.model, num_labels=1)
+    made.save_pretrained(lab.root / "value")
+    AutoTokenizer.from_pretrained(lab.model).save_pretrained(lab.root / "value")
+    return lab.root / "value", flat(made.state_dict())
+
+
+def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+def test_each_model_has_a_critic_of_its_own(standing_lab: Lab) -> None:
+    lab, rate = standing_lab, 1e-3
+    path, start = value_model(lab)
+    critic = [
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam=0.95",
+        f"critic.model.path={path}",
+        *(f"critic.optim.{key}" for key in ("optimizer=SGD", f"lr={rate}", "weight_decay=0", "clip_grad=1e9")),
+        "verl_ext.agent_gradients=false",
+        "trainer.length_lr.warmup_steps=0",
+    ]
+    twin = ["+verl_ext.models.twin.actor.optim.lr=2e-4", "+verl_ext.orchestra.agents.critic.model=twin"]
+    shared = train(lab, "critics_shared", *critic, "trainer.total_training_steps=1", recipe="[length_lr,cpu]")
+    apart = train(lab, "critics_apart", *critic, *twin, recipe="[length_lr,cpu]")
+    kept = lab.root / "critics_resumed" / "checkpoints"
+    shutil.copytree(apart.folder / "checkpoints/global_step_1", kept / "global_step_1")
+    (kept / "latest_checkpointed_iteration.txt").write_text("1")
+    resumed = train(lab, "critics_resumed", *critic, *twin, recipe="[length_lr,cpu]")
+
+    # The same rows, values and advantages; what moved the shared critic is what moved the two together.
+    rows = [run.rows(1) for run in (shared, apart)]
+    assert [row["agent_id"] for row in rows[0]] == [row["agent_id"] for row in rows[1]] and len(rows[0]) == 12
+    assert {(row["agent_id"], row["model"]) for row in rows[1]} == {
+        ("writer", "policy"),
+        ("critic", "twin"),
+        ("judge", "policy"),
+    }
+    assert [row["advantage"] for row in rows[1]] == pytest.approx([row["advantage"] for row in rows[0]], abs=1e-5)
+    assert any(abs(row["advantage"]) > 0.1 for row in rows[0])
+    for what in ("values", "returns"):
+        for how in ("mean", "min", "max"):
+            key = f"critic/{what}/{how}"
+            assert apart.metrics[1][key] == pytest.approx(shared.metrics[1][key], abs=1e-5)
+    moved = {name: flat(weights(apart, name, "critic", 1)) - start for name in ("policy", "twin")}
+    whole = flat(weights(shared, kind="critic", step=1)) - start
+    assert (moved["policy"] + moved["twin"] - whole).norm() < 1e-4 * whole.norm()
+    for name, own in moved.items():
+        assert apart.metrics[1][f"critic/{name}/grad_norm"] == pytest.approx(float(own.norm()) / rate, rel=1e-4)
+        assert own.norm() > 0.01 * whole.norm()
+        for step in (1, 2):
+            metrics = apart.metrics[step]
+            assert finite(metrics) and metrics[f"critic/{name}/vf_loss"] > 0
+            assert metrics[f"critic/{name}/lr"] == pytest.approx(rate)
+            assert metrics[f"actor/{name}/lr"] == pytest.approx(1e-4 if name == "policy" else 2e-4)
+    assert not torch.equal(flat(weights(apart, "twin", "critic", 2)), flat(weights(apart, "twin", "critic", 1)))
+
+    # A resume goes on with all of them, bit for bit.
+    for kind in ("actor", "critic"):
+        for name in ("policy", "twin"):
+            one, two = (weights(run, name, kind) for run in (apart, resumed))
+            assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    for key in ("critic/twin/vf_loss", "critic/policy/grad_norm", "critic/values/mean", "actor/twin/grad_norm"):
+        assert resumed.metrics[2][key] == apart.metrics[2][key]

@@ -76,6 +76,27 @@ class TestConfiguration:
         settings.complete(made)
         assert made.ray_kwargs.ray_init.num_gpus == 3, "one of the run's and two of the model's own"
 
+    def test_a_critic_starts_from_its_models_path_and_follows_it(self, model: Path) -> None:
+        critic = "+verl_ext.models.small.critic"
+        given = [*TWO, "critic.enable=true", f"critic.model.path={model}", f"{critic}.optim.lr=3e-4"]
+        changed = {"critic.optim.lr": 3e-4}
+        sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": 64, "critic.ppo_mini_batch_size": 64}
+        path = "+verl_ext.models.small.model.path=/models/small"
+        for more, expected in (
+            ([], changed),
+            (["+verl_ext.models.small.actor.ppo_mini_batch_size=64"], changed | sizes),
+            ([path], changed | {"critic.model.path": "/models/small"}),
+            ([path, f"{critic}.model.path=/other"], changed | {"critic.model.path": "/other"}),
+        ):
+            made = config(*given, *more)
+            (small,) = model_options.of(made)
+            found = {key: value for key, value in small.changes.items() if key in expected or key.startswith("critic")}
+            assert found == expected
+            assert made.critic.optim.lr == 1e-5 and small.config(made).critic.optim.lr == 3e-4
+        checks.check(config(*given))
+        with pytest.raises(OptionError, match=r"models\.small: critic\.shuffle=true draws the rows of each update"):
+            checks.check(config(*given, f"{critic}.shuffle=true"))
+
     def test_without_models_nothing_is_there(self) -> None:
         made = config()
         assert model_options.of(made) == [] and model_options.names(made) == ("policy",)
@@ -137,8 +158,40 @@ class TestConfiguration:
                 ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
                 r"kl_ctrl\.type=adaptive.*Set it to fixed",
             ),
-            (["critic.enable=true"], r"a critic .*Choose an estimator without a critic"),
-            (["+verl_ext.models.small.critic.model.path=x"], r"small\.critic is not a key of a model"),
+            (
+                ["critic.enable=true", "+verl_ext.models.small.trained=false"],
+                r"a critic .*needs the value of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out a cr",
+            ),
+            (
+                ["+verl_ext.models.small.critic.model.path=x"],
+                r"small\.critic: this run has no critic.*critic\.enable=true",
+            ),
+            (
+                ["critic.enable=true", "+verl_ext.models.small.critic.enable=false"],
+                r"small\.critic\.enable cannot differ between models.*Set critic\.enable",
+            ),
+            (
+                ["critic.enable=true", "+verl_ext.models.small.critic.optim.rl=1"],
+                r"small\.critic\.optim\.rl: verl's config has no such key",
+            ),
+            (
+                [
+                    "critic.enable=true",
+                    "verl_ext.loss_scale=joint",
+                    "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+                    "critic.loss_agg_mode=token-mean",
+                ],
+                r"joint with critic\.loss_agg_mode=token-mean.*Set critic\.loss_agg_mode=token-sum",
+            ),
+            (
+                [
+                    "critic.enable=true",
+                    "verl_ext.loss_scale=joint",
+                    "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+                    "+verl_ext.models.small.critic.loss_agg_mode=token-mean",
+                ],
+                r"joint: verl_ext\.models\.small\.critic\.loss_agg_mode is token-mean; leave it out",
+            ),
             (
                 ["+verl_ext.models.small.updates_per_batch=1000000"],
                 r"models\.small: verl_ext\.updates_per_batch is 1000000",
@@ -242,6 +295,11 @@ class TestConfiguration:
         assert (frozen.trainable, frozen.training) == (0, 0) and frozen.engine == policy.engine
         assert frozen.kv_per_1000 == policy.kv_per_1000
         assert policy.engine == 4 * count and policy.kv_per_1000 == 1000 * 2 * 3 * 2 * 4 * 4
+        given = [*given[:-1], "critic.enable=true", f"critic.model.path={tmp_path}"]
+        valued = command.plan(compose("ppo_trainer", overrides=given))
+        for one, alone in zip(valued, (policy, small, judge), strict=True):
+            assert one.weights - alone.weights == one.gradients - alone.gradients == 4 * count / one.gpus
+            assert one.optimiser - alone.optimiser == 8 * count / one.gpus
         shown = command.text([policy, small, judge, frozen])
         assert "pool run: 1 GPU(s), 2 training process(es) a GPU and 3 engine(s)" in shown
         GlobalHydra.instance().clear()  # the command composes by itself
@@ -539,21 +597,28 @@ class Saved:
 @pytest.mark.usefixtures("verl_configuration")
 @pytest.mark.parametrize("keep", [None, 1, 2, 3])
 @pytest.mark.parametrize("survivor", ["policy", "small"])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_a_kill_between_the_saves_of_two_models_resumes_all_from_the_step_before(
-    tmp_path: Path, survivor: str, keep: int | None
+    tmp_path: Path, kind: str, survivor: str, keep: int | None
 ) -> None:
     """verl's own saving and loading, by which one model has a step that the other has not."""
-    overrides = (*TWO, f"trainer.default_local_dir={tmp_path}", f"trainer.max_actor_ckpt_to_keep={keep or 'null'}")
+    kept = [f"trainer.max_{name}_ckpt_to_keep={keep or 'null'}" for name in ("actor", "critic")]
+    overrides = (*TWO, f"trainer.default_local_dir={tmp_path}", *kept)
 
     class Run(lead.LeadMixin, PPOTrainer):
         def __init__(self) -> None:
-            self.config, self.use_critic, self.trainer_mode = config(*overrides), False, "sync"
+            self.config, self.use_critic, self.trainer_mode = config(*overrides), True, "sync"
             self.train_dataloader = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
             self.checkpoint_callback = SimpleNamespace(on_save=lambda **said: None)
-            self.actor_rollout_wg = Saved()
+            self.actor_rollout_wg, self.critic_wg = Saved(), Saved()
             (model,) = model_options.of(self.config)
-            self._members = {"small": SimpleNamespace(model=model, actor_rollout_wg=Saved())}
-            self.groups = {"policy": self.actor_rollout_wg, "small": self._members["small"].actor_rollout_wg}
+            small = SimpleNamespace(model=model, actor_rollout_wg=Saved(), critic_wg=Saved())
+            self._members = {"small": small}
+            self.groups = {
+                f"{kind}/{name}": getattr(one, f"{group}_wg")
+                for kind, group in (("actor", "actor_rollout"), ("critic", "critic"))
+                for name, one in (("policy", self), ("small", small))
+            }
 
     Run.__abstractmethods__ = frozenset()
     run = Run()
@@ -561,17 +626,17 @@ def test_a_kill_between_the_saves_of_two_models_resumes_all_from_the_step_before
         run._trainers = lambda: {"small": run._members["small"], "policy": run}
     for run.global_steps in (1, 2, 3):
         run._save_checkpoint()
-    (dies,) = run.groups.keys() - {survivor}
+    (dies,) = {f"{kind}/policy", f"{kind}/small"} - {f"{kind}/{survivor}"}
     run.groups[dies].dies = True
     run.global_steps = 4
     with pytest.raises(KeyboardInterrupt):
         run._save_checkpoint()
-    assert (tmp_path / "global_step_4" / "actor" / survivor / "step").exists()
+    assert (tmp_path / "global_step_4" / kind / survivor / "step").exists()
 
     again = Run()
     again._load_checkpoint()
     assert again.global_steps == 3
-    assert {name: group.loaded for name, group in again.groups.items()} == {"policy": 3, "small": 3}
+    assert [group.loaded for group in again.groups.values()] == [3] * 4
 
 
 @pytest.mark.seconds

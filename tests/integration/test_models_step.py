@@ -5,6 +5,7 @@ the same rows on one model. Workers are stood in for; store, cuts, advantages an
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensordict import TensorDict
 from test_models import TWO
 from test_rejection_part import put_fields
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.core_algos import compute_value_loss
 from verl.trainer.ppo.utils import Role, need_reference_policy
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
@@ -24,6 +26,7 @@ from verl_ext.integration import checks, columns, engine, model_options, parts, 
 from verl_ext.integration.models import members
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.side import own_parts
+from verl_ext.integration.options import has_critic
 from verl_ext.integration.parts import pruning, rejection
 from verl_ext.integration.wraps import STRICT
 
@@ -46,6 +49,7 @@ SQUARES = {key: torch.rand(length, generator=GENERATOR) for key, length in LENGT
 REWARDS = {key: float(key[0] == "b" or key[2] in "13") for key in KEYS}
 IN_SET = {key: (torch.rand(length, generator=GENERATOR) > 0.3).float() for key, length in LENGTHS.items()}
 MASS = {key: 0.9 + 0.1 * torch.rand(length, generator=GENERATOR) for key, length in LENGTHS.items()}
+FEATURES = {key: torch.rand(length, 3, generator=GENERATOR) for key, length in LENGTHS.items()}
 WORDS = {"policy": ("\\boxed{1}", "plain"), "small": ("plain", "\\boxed{1}")}
 VOID = {"policy": "1", "small": "2"}
 """The sample of each prompt in which the model says nothing that ends a turn."""
@@ -86,13 +90,7 @@ class Group:
             rows["sum_pi_squared"] = SQUARES
         if batch.extra_info.get(engine.SET_COLUMNS):
             rows |= {engine.IN_SET: IN_SET, engine.KEPT_MASS: MASS, engine.SET_SIZE: MASS}
-        masks = stored(self.store, batch, "response_mask")
-        around = {
-            name: [torch.nn.functional.pad(of.get(key, torch.zeros(len(mask))), (1, 1)) for key, mask in masks.items()]
-            for name, of in rows.items()
-        }
-        fields = TensorDict({name: jagged(of) for name, of in around.items()}, batch_size=len(batch))
-        self.store.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        put_around(self.store, batch, rows)
         return batch
 
     def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
@@ -108,6 +106,45 @@ class Group:
         if "verl_ext_learning_rate" in asked:
             metrics["lr_factor"] = [asked["verl_ext_learning_rate"]]
         return {"metrics": metrics}
+
+
+def put_around(store: Any, batch: KVBatchMeta, rows: dict[str, dict[str, torch.Tensor]]) -> None:
+    """What engines compute of each row: one number more on both sides of its response."""
+    masks = stored(store, batch, "response_mask")
+    around = {
+        name: [torch.nn.functional.pad(of.get(key, torch.zeros(len(mask))), (1, 1)) for key, mask in masks.items()]
+        for name, of in rows.items()
+    }
+    fields = TensorDict({name: jagged(of) for name, of in around.items()}, batch_size=len(batch))
+    store.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+class Critic:
+    """A critic's workers: values are linear in a token's features, each row's part of the gradient is noted."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.weights = store, torch.tensor([1.0, -0.5, 0.25], requires_grad=True)
+        self.valued: list[str] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.asked: dict[str, Any] = {}
+
+    def infer_batch(self, batch: KVBatchMeta) -> SimpleNamespace:
+        self.valued += [key for key in batch.keys if key in MODELS]
+        values = {key: (FEATURES[key] @ self.weights).detach() for key in batch.keys if key in MODELS}
+        put_around(self.store, batch, {"values": values})
+        return SimpleNamespace(futures=[])
+
+    def train_mini_batch(self, batch: KVBatchMeta) -> SimpleNamespace:
+        self.asked = dict(batch.extra_info)
+        assert 3 * self.asked["mini_batch_size"] == len(batch)
+        columns = {name: stored(self.store, batch, name) for name in ("returns", "values", "response_mask")}
+        for key in filter(MODELS.get, batch.keys):
+            returns, values, mask = (torch.tensor([of[key]]) for of in columns.values())
+            found = (FEATURES[key] @ self.weights)[None]
+            loss, _ = compute_value_loss(found, returns, values, mask, cliprange_value=0.5, loss_agg_mode="token-sum")
+            (self.gradients[key],) = torch.autograd.grad(loss, self.weights)
+        norm = sum(self.gradients.values()).norm().item()
+        return SimpleNamespace(get=lambda: {"metrics": {"mfu": 0.0, "grad_norm": norm}})
 
 
 def stored(store: Any, batch: KVBatchMeta, name: str) -> dict[str, list[float]]:
@@ -152,7 +189,8 @@ def trainer_of(store: Any, recipe: str, *overrides: str) -> Any:
 
 def ready(trainer: Any, store: Any, model: str) -> None:
     trainer.actor_rollout_wg, trainer.tokenizer = Group(store), Tokenizer(model)
-    trainer.use_critic, trainer.distillation_config = False, None
+    trainer.use_critic, trainer.distillation_config = has_critic(trainer.config), None
+    trainer.critic_wg = Critic(store)
 
 
 def step(trainer: Any, store: Any, batch: KVBatchMeta | None = None) -> SimpleNamespace:
@@ -160,7 +198,11 @@ def step(trainer: Any, store: Any, batch: KVBatchMeta | None = None) -> SimpleNa
     metrics: dict[str, Any] = {}
     batch = trainer._balance_batch(batch or put(store), metrics)
     batch = trainer._compute_old_log_prob(batch, metrics)
+    if trainer.use_critic:
+        batch = trainer._compute_values(batch, metrics)
     batch = trainer._compute_advantage(batch, metrics)
+    if trainer.use_critic:
+        batch = trainer._update_critic(batch, metrics)
     advantages = {key: row for key, row in stored(store, batch, "advantages").items() if key in MODELS}
     batch = trainer._update_actor(batch, metrics)
     for _, reported in [*trainer._updates_metrics, *((0, part.metrics) for part in trainer.parts)]:
@@ -168,6 +210,7 @@ def step(trainer: Any, store: Any, batch: KVBatchMeta | None = None) -> SimpleNa
     return SimpleNamespace(
         updates={name: one.actor_rollout_wg.updates for name, one in trainer._trainers().items()},
         advantages=advantages,
+        critics={name: getattr(one, "critic_wg", None) for name, one in trainer._trainers().items()},
         masks={key: mask for key, mask in stored(store, batch, "response_mask").items() if key in MODELS},
         metrics=metrics,
     )
@@ -209,6 +252,54 @@ def test_a_rule_reads_what_a_model_wrote_in_the_words_of_its_own_tokenizer(store
         assert {key for key in masks if not any(masks[key])} == {
             key for key in KEYS if MODELS[key] == model and key[2] in "12"
         }
+
+
+GAE = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.gamma=0.9",
+    "algorithm.lam=0.8",
+    "trainer.length_lr.warmup_steps=4",
+)
+
+
+def test_each_critic_values_its_models_rows_and_has_their_part_of_the_gradient(store: Any, model: Path) -> None:
+    rule = ["+algorithm.rejection.mrs=true", "++algorithm.mrs.level=token", "++algorithm.mrs.lower=0.85"]
+    given = [*GAE, *rule, "++algorithm.mrs.upper=1.15", f"critic.model.path={model}"]
+    runs, columns_of = [], {}
+    for name, more in (("alone", ()), ("apart", TWO)):
+        batch = put(store)
+        runs.append(step(trainer_of(store, "length_lr", *given, *more), store, batch))
+        columns_of[name] = {column: stored(store, batch, column) for column in ("values", "returns")}
+    alone, apart = runs
+    assert columns_of["apart"] == columns_of["alone"]
+    assert apart.advantages == {key: pytest.approx(row, rel=1e-5, abs=1e-6) for key, row in alone.advantages.items()}
+    shared = alone.critics["policy"]
+    assert set(shared.gradients) == set(KEYS) and 0 < sum(map(sum, alone.updates["policy"][0][0].values())) < sum(
+        LENGTHS.values()
+    )
+    for name, own in apart.critics.items():
+        keys = {key for key in KEYS if MODELS[key] == name}
+        assert set(own.valued) == set(own.gradients) == keys and len(own.valued) == 8
+        part, whole = (torch.stack([one.gradients[key] for key in sorted(keys)]).sum(0) for one in (own, shared))
+        torch.testing.assert_close(part, whole, rtol=1e-6, atol=1e-6)
+        assert apart.metrics[f"critic/{name}/grad_norm"] == pytest.approx(part.norm().item()) and part.norm() > 0.01
+        for asked in ("verl_ext_normalise", "verl_ext_learning_rate"):
+            assert own.asked[asked] == shared.asked[asked]
+    assert shared.asked["verl_ext_learning_rate"] == 0.25
+    total = sum(sum(own.gradients.values()) for own in apart.critics.values())
+    torch.testing.assert_close(total, sum(shared.gradients.values()), rtol=1e-5, atol=1e-5)
+
+
+def test_the_critic_of_a_model_without_a_token_to_train_on_is_not_updated(store: Any, model: Path) -> None:
+    batch = put(store)
+    masks = jagged([torch.full((LENGTHS[key],), int(name == "policy")) for key, name in MODELS.items()])
+    fields = TensorDict({"response_mask": masks, "loss_mask": masks.clone()}, batch_size=len(KEYS))
+    store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+    found = step(trainer_of(store, "length_lr", *GAE, f"critic.model.path={model}", *TWO), store, batch)
+    own = found.critics["small"]
+    assert len(own.valued) == 8 and not own.gradients and not found.updates["small"]
+    assert len(found.critics["policy"].gradients) == 8 and len(found.updates["policy"]) == 1
+    assert "critic/policy/grad_norm" in found.metrics and "critic/small/grad_norm" not in found.metrics
 
 
 @pytest.mark.parametrize("group_by", ["[index]", "[index,agent_id]"])

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.integration import endpoints, verl_api
-from verl_ext.integration.options import OptionError, coerce, has_critic, near, option, select
+from verl_ext.integration.options import OptionError, coerce, has_critic, near, option, select, updated
 from verl_ext.methods.options import AtLeastOne
 from verl_ext.recipes import leaves_of
 
@@ -28,6 +28,8 @@ POLICY = "policy"
 """Name of the model of ``actor_rollout_ref``, the default of every agent."""
 
 SECTIONS = ("model", "actor", "ref", "rollout")
+CRITIC = "critic"
+"""Of a model's node: what differs from the run's ``critic``."""
 OWN = ("pool", "trained", "updates_per_batch")
 CHANGES = "changes"
 """Key of a model's node that `complete` writes: the keys of the whole config that differ, with their values."""
@@ -120,13 +122,13 @@ def _model(name: str, number: int, node: Any) -> Model:
     _check_name(name)
     if not isinstance(node, Mapping):
         raise OptionError(f"{where} is {node!r}; give what differs from actor_rollout_ref, such as model.path.")
-    known = (*SECTIONS, *OWN)
+    known = (*SECTIONS, CRITIC, *OWN)
     for key in node:
         if key in REFUSED:
             raise OptionError(f"{where}.{key} is not supported: {REFUSED[key]}")
         if key not in (*known, CHANGES):
             raise OptionError(f"{where}.{key} is not a key of a model.{near(key, known)} Known: {', '.join(known)}.")
-    for key in SECTIONS:
+    for key in (*SECTIONS, CRITIC):
         coerce(node.get(key, {}), dict[str, Any], f"{where}.{key}")
     for key in node.get("rollout", {}):
         if key in SHARED:
@@ -134,6 +136,10 @@ def _model(name: str, number: int, node: Any) -> Model:
                 f"{where}.rollout.{key} cannot differ between models: agent loops are told one value for all. Set "
                 f"actor_rollout_ref.rollout.{key}."
             )
+    if "enable" in node.get(CRITIC, {}):
+        raise OptionError(
+            f"{where}.critic.enable cannot differ between models: all have one, or none. Set critic.enable."
+        )
     trained = coerce(node.get("trained", True), bool, f"{where}.trained")
     remedy = "give a whole number of at least 1, or null"
     updates = coerce(node.get("updates_per_batch"), AtLeastOne | None, f"{where}.updates_per_batch", remedy)
@@ -156,9 +162,15 @@ def complete(config: Any) -> None:
         node = config.verl_ext.models[model.name]
         if CHANGES in node:
             continue
-        given = {key: node[key] for key in SECTIONS if key in node}
-        for key, keys in given.items():
-            _require_known(config.actor_rollout_ref[key], keys, f"{KEY}.{model.name}.{key}")
+        for key in (*SECTIONS, CRITIC):
+            if key in node:
+                base = config.critic if key == CRITIC else config.actor_rollout_ref[key]
+                _require_known(base, node[key], f"{KEY}.{model.name}.{key}")
+        if CRITIC in node and not has_critic(config):
+            raise OptionError(
+                f"{KEY}.{model.name}.critic: this run has no critic. Leave it out, or set critic.enable=true or "
+                "algorithm.adv_estimator=gae."
+            )
         before, after = dict(_leaves_of(config)), dict(_leaves_of(overlaid(config, model)))
         changes = {key: value for key, value in after.items() if key not in before or before[key] != value}
         with open_dict(config):
@@ -177,17 +189,21 @@ def _require_known(base: Any, keys: Any, where: str) -> None:
 
 
 def overlaid(config: Any, model: Model) -> DictConfig:
-    """A copy of the run's config with what a model's node says in place of the run's."""
+    """A copy of the run's config with what a model's node says in place of the run's. The critic of a model with a path
+    starts from it, unless the node says otherwise."""
     whole = copy.deepcopy(config)
     node = config.verl_ext.models[model.name]
+    own = {"actor_rollout_ref": {key: node[key] for key in SECTIONS if key in node}, CRITIC: node.get(CRITIC, {})}
+    path = {"path": node.model.path} if has_critic(config) and "path" in node.get("model", {}) else {}
     with open_dict(whole):
-        whole.merge_with(OmegaConf.create({"actor_rollout_ref": {key: node[key] for key in SECTIONS if key in node}}))
+        whole.merge_with(OmegaConf.create({CRITIC: {"model": path}}), OmegaConf.create(own))
     return whole
 
 
 def _leaves_of(config: Any) -> Iterator[tuple[str, Any]]:
-    """The resolved leaves of the section that a model may change."""
-    yield from leaves_of(OmegaConf.to_container(config.actor_rollout_ref, resolve=True), "actor_rollout_ref")
+    """The resolved leaves of the sections that a model may change."""
+    for section in ("actor_rollout_ref", *[CRITIC] * has_critic(config)):
+        yield from leaves_of(OmegaConf.to_container(config[section], resolve=True), section)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -245,8 +261,6 @@ def _check_run(config: Any) -> None:
         "actor_rollout_ref.rollout.disaggregation.enabled=true": get(
             "actor_rollout_ref.rollout.disaggregation.enabled"
         ),
-        "a critic (algorithm.adv_estimator=gae or critic.enable=true): one for each model has not been run. Choose an "
-        "estimator without a critic": has_critic(config),
         "algorithm.kl_ctrl.type=adaptive: it follows the divergence of one model. Set it to fixed": (
             get("algorithm.use_kl_in_reward") and get("algorithm.kl_ctrl.type") == "adaptive"
         ),
@@ -254,13 +268,15 @@ def _check_run(config: Any) -> None:
     for what, holds in refused.items():
         if holds:
             raise OptionError(f"{KEY} does not go with {what}; or leave out {KEY}.")
-    mode = str(get("actor_rollout_ref.actor.loss_agg_mode"))
-    if loss_scale(config) == "joint" and mode != "token-sum":
-        raise OptionError(
-            f"{SCALE}=joint with actor_rollout_ref.actor.loss_agg_mode={mode}: what a loss is divided by is counted by "
-            "each model's engine, which has its own rows only. Set actor_rollout_ref.actor.loss_agg_mode=token-sum, "
-            f"which divides by nothing, or {SCALE}=own."
-        )
+    if has_critic(config):
+        require_engines(config, "a critic (algorithm.adv_estimator=gae or critic.enable=true)", "the value")
+    for section, node in updated(config).items():
+        if loss_scale(config) == "joint" and node.loss_agg_mode != "token-sum":
+            raise OptionError(
+                f"{SCALE}=joint with {section}.loss_agg_mode={node.loss_agg_mode}: what a loss is divided by is "
+                "counted by each model's engine, which has its own rows only. Set "
+                f"{section}.loss_agg_mode=token-sum, which divides by nothing, or {SCALE}=own."
+            )
 
 
 def require_engines(config: Any, who: str, column: str) -> None:
@@ -297,9 +313,11 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
                 f"{where}.trained=false: its rows have the log-probabilities of their sampler alone. Set "
                 "actor_rollout_ref.rollout.calculate_log_probs=true."
             )
-        mode = str(model.changes.get("actor_rollout_ref.actor.loss_agg_mode", "token-sum"))
-        if loss_scale(config) == "joint" and mode != "token-sum":
-            raise OptionError(f"{SCALE}=joint: {where}.actor.loss_agg_mode is {mode}; leave it out.")
+        for section in updated(config):
+            mode = str(model.changes.get(f"{section}.loss_agg_mode", "token-sum"))
+            if loss_scale(config) == "joint" and mode != "token-sum":
+                key = section.removeprefix("actor_rollout_ref.")
+                raise OptionError(f"{SCALE}=joint: {where}.{key}.loss_agg_mode is {mode}; leave it out.")
     here = [config, *(model.config(config) for model in further if model.pool is None)]
     share = sum(float(one.actor_rollout_ref.rollout.gpu_memory_utilization) for one in here)
     if config.actor_rollout_ref.rollout.name != "embedded" and share > GPU_MEMORY:

@@ -117,3 +117,9 @@ def has_critic(config: Any) -> bool:
     enabled = select(config.get("critic"), "enable")
     name = select(config.algorithm, "adv_estimator")
     return bool(enabled) if enabled is not None else getattr(name, "value", name) == "gae"
+
+
+def updated(config: Any) -> dict[str, Any]:
+    """verl's sections of what is updated, by key: the actor's, and the critic's where there is one."""
+    critic = {"critic": config.critic} if config.get("critic") is not None and has_critic(config) else {}
+    return {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, **critic}

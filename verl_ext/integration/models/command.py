@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.integration import model_options
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, has_critic, select
 from verl_ext.overrides import Failure, check_overrides
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
@@ -28,7 +28,8 @@ class Plan:
         pool: name of the pool, ``run`` or ``pool_<name>``.
         gpus: of the pool.
         parameters, trainable: of the whole model.
-        weights, gradients, optimiser: bytes a GPU of training, with the reference.
+        weights, gradients, optimiser: bytes a GPU of training, with the reference and the critic (counted as the
+            language model of its path).
         engine: bytes a GPU of the engine's weights.
         kv_per_1000: bytes of the key-value cache for 1000 tokens, on the GPUs of one replica together.
         offload: whether training state leaves the GPU when it is another model's turn.
@@ -66,11 +67,16 @@ def _plan(model: model_options.Model, config: Any) -> Plan:
 
     node, gpus = config.actor_rollout_ref, int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
     total, trainable, kv = sizes(str(node.model.path), int(node.model.get("lora_rank", 0) or 0), node.model)
-    engine_config = node.actor.get("fsdp_config") or {}
-    width = BYTES.get(str(select(engine_config, "model_dtype", "fp32")), 4)
+    engines = [node.actor.get("fsdp_config") or {}]
+    width = BYTES.get(str(select(engines[0], "model_dtype", "fp32")), 4)
     weights, grown = total * width, trainable * width
     if need_reference_policy(config) and trainable in (0, total):  # with adapters the base is the reference
         weights += total * width
+    if has_critic(config):
+        value, engines = config.critic.model, [*engines, config.critic.get("fsdp") or {}]
+        count, learnt, _ = sizes(str(value.path), int(value.get("lora_rank", 0) or 0), value)
+        width = BYTES.get(str(select(engines[1], "model_dtype", "fp32")), 4)
+        weights, grown = weights + count * width, grown + learnt * width
     if not model.trained:  # an engine alone
         weights = grown = trainable = 0
     wide = BYTES.get(str(node.rollout.dtype), 2)
@@ -85,8 +91,7 @@ def _plan(model: model_options.Model, config: Any) -> Plan:
         optimiser=2 * grown / gpus,
         engine=total * wide / int(node.rollout.tensor_model_parallel_size),
         kv_per_1000=1000 * kv * wide,
-        offload=bool(select(engine_config, "param_offload", False))
-        and bool(select(engine_config, "optimizer_offload", False)),
+        offload=all(bool(select(one, key, False)) for one in engines for key in ("param_offload", "optimizer_offload")),
     )
 
 

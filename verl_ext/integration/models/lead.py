@@ -2,9 +2,9 @@
 """Several models in one run: the run's trainer, which leads a trainer object for each further model (`members`).
 
 Loop, data, replay buffer, agent loops, rewards, advantages and logging stay the run's, as does the model ``policy``.
-Each model's trainer pads, balances, scores and updates with its own rows: models of one pool in turn, pools at the same
-time. Advantages are computed on all rows together and then split. A model without rows in a batch is passed over, one
-whose rows have no token to train on is scored and not updated.
+Each model's trainer pads, balances, scores and updates with its own rows, critic included: models of one pool in turn,
+pools at the same time. Advantages are computed on all rows together and then split. A model without rows in a batch is
+passed over, one whose rows have no token to train on is scored and not updated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class LeadMixin(ModelSide):
     use_reference_policy: bool
     checkpoint_manager: Any
     actor_rollout_wg: Any
+    critic_wg: Any
+    use_critic: bool
     _members: Mapping[str, Any] = {}
     _waiting = False
     _model_of: Mapping[str, str] = {}
@@ -98,13 +100,15 @@ class LeadMixin(ModelSide):
         if not self._members:
             yield
             return
-        own = self.actor_rollout_wg
         trained = {name: one for name, one in self._trainers().items() if one is self or one.model.trained}
-        self.actor_rollout_wg = Groups({name: one.actor_rollout_wg for name, one in trained.items()})
+        own = {group: getattr(self, group) for group in ("actor_rollout_wg", *["critic_wg"] * self.use_critic)}
+        for group in own:
+            setattr(self, group, Groups({name: getattr(one, group) for name, one in trained.items()}))
         try:
             yield
         finally:
-            self.actor_rollout_wg = own
+            for group, one in own.items():
+                setattr(self, group, one)
 
     def _trainers(self) -> dict[str, Any]:
         return {POLICY: self, **self._members}
@@ -156,10 +160,13 @@ class LeadMixin(ModelSide):
         return _joined(batch, {})  # as verl, whose later passes are told nothing of this one
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if not self._members:
-            return super()._compute_ref_log_prob(batch, metrics)  # type: ignore[misc]
-        self._each(super(), "_compute_ref_log_prob", batch, metrics)
-        return _joined(batch, batch.extra_info)
+        return self._by_each(super(), "_compute_ref_log_prob", batch, metrics)
+
+    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return self._by_each(super(), "_compute_values", batch, metrics)
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return self._by_each(super(), "_update_critic", batch, metrics)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if not self._members:
@@ -174,9 +181,15 @@ class LeadMixin(ModelSide):
             return False
         if method == "_compute_ref_log_prob":
             return self._own_reference if trainer is self else trainer.use_reference_policy
-        if method == "_update_actor":
+        if method in ("_update_critic", "_update_actor"):
             return not self._trainable.isdisjoint(keys) and (trainer is self or trainer.model.trained)
         return True
+
+    def _by_each(self, verls: Any, method: str, batch: Any, metrics: dict[str, Any]) -> Any:
+        if not self._members:
+            return getattr(verls, method)(batch, metrics)
+        self._each(verls, method, batch, metrics)
+        return _joined(batch, batch.extra_info)
 
     def _each(
         self, verls: Any, method: str, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any

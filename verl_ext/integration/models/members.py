@@ -17,6 +17,7 @@ from omegaconf import open_dict
 
 from verl_ext.integration import checks, model_options, wraps
 from verl_ext.integration.models.side import ModelSide, own_parts
+from verl_ext.integration.options import updated
 
 STRIDE = 5040
 """A multiple of every usual number of GPUs a node: SGLang's replica takes its first GPU from its number modulo that."""
@@ -49,10 +50,11 @@ class MemberMixin(ModelSide):
         """Nothing: the lead loads all models together."""
 
     def _init_dataloader(self) -> None:
-        """No data; only the length of the learning-rate schedule, which verl sets here."""
+        """No data; only the length of the learning-rate schedules, which verl sets here."""
         steps = self.lead.total_training_steps * self.lead.parameter_sync_step
         with open_dict(self.config):
-            self.config.actor_rollout_ref.actor.optim.total_training_steps = steps
+            for section in updated(self.config).values():
+                section.optim.total_training_steps = steps
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]

@@ -45,6 +45,12 @@ class ModelSide:
             multiple = part.row_multiple(multiple, dp_size)
         return multiple
 
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for part in self.own_parts:
+                stack.enter_context(part.around_update("critic", batch))
+            return super()._update_critic(batch, metrics)  # type: ignore[misc]
+
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with contextlib.ExitStack() as stack:
             for part in self.own_parts:

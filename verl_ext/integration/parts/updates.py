@@ -45,7 +45,7 @@ from typing import Any
 
 from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
-from verl_ext.integration.options import OptionError, has_critic, option, select
+from verl_ext.integration.options import OptionError, option, select, updated
 from verl_ext.integration.parts.base import Part
 from verl_ext.methods.options import AtLeastOne
 
@@ -163,9 +163,7 @@ def check(config: Any) -> list[str]:
             f"this verl, but actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}, whose divisor it would get. "
             f"Set actor_rollout_ref.actor.loss_agg_mode={fixed}."
         )
-    sections = {"actor_rollout_ref.actor": actor}
-    if config.get("critic") is not None and has_critic(config):
-        sections["critic"] = config.critic
+    sections = updated(config)
     for name, section in sections.items():
         if section.get("shuffle", False):
             raise OptionError(

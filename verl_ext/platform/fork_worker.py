@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 PATIENCE_S = 120.0  # for the imports, on a loaded machine
 # Variables: seconds without a worker after which a server ends (10), the socket of a server from which those of jobs
 # are forked (for many short runs one after another), and the modules that a server imports, separated by commas.
@@ -85,23 +86,19 @@ def connect(raylet: int) -> socket.socket:
                 break  # it has ended
             started = True
             with open(base + ".log", "wb") as log:
-                folder = os.path.dirname(os.path.abspath(__file__))
-                command = [os.path.join(folder, "fork_server.py"), base, str(raylet)]
+                cmd = [os.path.join(HERE, "fork_server.py"), base, str(raylet)]
                 if FROM in os.environ:
                     connection.connect(os.environ[FROM])
-                    ask(connection, command, [lock.fileno(), log.fileno(), log.fileno()])
+                    ask(connection, cmd, [lock.fileno(), log.fileno(), log.fileno()])
                 else:
-                    command = [sys.executable, *command]
-                    subprocess.Popen(command, stdin=lock, stdout=log, stderr=log, start_new_session=True)
+                    subprocess.Popen([sys.executable, *cmd], stdin=lock, stdout=log, stderr=log, start_new_session=True)
         time.sleep(0.05)
     raise ConnectionError(f"no fork server came up: see {base}.log")
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie, which has no command line, does not)."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read(1) != b""
-    return False
+    """Whether a process of this user runs (a zombie, which has no executable, does not)."""
+    return os.path.exists(f"/proc/{pid}/exe")
 
 
 def ask(connection: socket.socket, argv: list[str], files: list[int]) -> int:

@@ -296,6 +296,8 @@ def test_text_of_the_picture(table: Table, tmp_path: Path, monkeypatch: pytest.M
             parts += [axis.get_title(), *(text.get_text() for text in axis.get_yticklabels() + axis.texts)]
         texts[scale] = parts
         pyplot.close(figure)
+    # The picture of a small experiment is never taken for the paper's.
+    assert texts["laptop"][0].startswith("Task chain_sum, with a model made for it: sums of two")
     assert render.LAPTOP in texts["laptop"][0] and "paper" not in texts["laptop"][1]
     assert "not reached (3 of 3)" in texts["laptop"] and "reward ↑" in texts["laptop"]
     assert "Full scale" in texts["full"][0] and "the paper's number" in texts["full"][1]

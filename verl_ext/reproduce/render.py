@@ -52,6 +52,15 @@ def caption(result: Result) -> str:
     return LAPTOP if result.scale.name == "laptop" else FULL
 
 
+def heading(result: Result) -> str:
+    """What was run: the paper's experiment, or at laptop scale the task and its model."""
+    from verl_ext.demo.tasks import TASKS
+
+    if result.scale.name == "laptop":
+        return f"Task {result.scale.task}, with a model made for it: {TASKS[str(result.scale.task)].summary}"
+    return result.table.title
+
+
 def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
     """A value in its metric's shown unit, with the metric's digits; ``-`` for None or NaN.
 
@@ -110,6 +119,7 @@ def markdown(result: Result) -> str:
         table=table,
         scale=scale,
         laptop=laptop,
+        title=heading(result),
         caption=caption(result),
         line=_inline,
         grid=_grid,
@@ -285,7 +295,7 @@ def draw(result: Result, path: Path) -> None:
     under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
     if papers:
         under += "; open diamond: the paper's number (faint: not certain)"
-    figure.suptitle(f"{result.table.title}\n{caption(result)}", fontsize=11)
+    figure.suptitle(f"{heading(result)}\n{caption(result)}", fontsize=11)
     figure.supxlabel(under, fontsize=8, color="#555555")
     figure.savefig(path)
     pyplot.close(figure)

@@ -110,7 +110,7 @@ def test_cost_in_words() -> None:
     assert one.startswith("1 cell x 1 seed,") and "about 4 minutes" in one
     mas = find_table("dr_mas").full
     assert "38 hours a cell and seed (abstract-or-blog" in plan.cost(mas, list(mas.cells.values()), mas.seeds)
-    assert plan.gpu_hours(mas, list(mas.cells.values()), (0, 1, 2)) == 38 * 4 * 2 * 3
+    assert plan.gpu_hours(mas, list(mas.cells.values()), (0, 1, 2)) == 38 * 4 * 4 * 3
     assert "not stated" in plan.cost(OTB.full, [OTB.full.cells["otb_n4"]], (0,))
 
 

@@ -61,15 +61,15 @@ def program(chain: tuple[str, ...], recipe: FuseRecipe, rng: random.Random) -> s
         middle = rng.choice([end // 2, end - end // 2])
         kernels = [rng.choice([(0, middle), (middle, end)])]
     else:
-        kernels = {"torch": [], "whole": [(0, end)], "stages": [(place, place + 1) for place in range(end)]}[style]
+        kernels = {"torch": [], "stages": [(place, place + 1) for place in range(end)]}[style]
     parts, done = [], 0
     for begin, stop in [*kernels, (end, end)]:
         if begin > done:
             parts.append(["t", *stages[done:begin]])
         if stop > begin:
             kind = KINDS[0] if rng.random() < recipe.best_kind else rng.choice(KINDS)
-            wrong = [rng.choice(list(STAGES)) if rng.random() < recipe.mistakes else s for s in stages[begin:stop]]
-            parts.append([kind, *wrong])
+            said = [rng.choice(list(STAGES)) if rng.random() < recipe.mistakes else s for s in stages[begin:stop]]
+            parts.append([kind, *said])
         done = stop
     return " ; ".join(" ".join(part) for part in parts)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_ext.methods.groups import Segments, compact_ids, joint_ids, value_ids
-from verl_ext.methods.rows import RowFieldError, Rows, broadcast_rows
+from verl_ext.methods.rows import Advantage, RowFieldError, Rows
 
 
 class Colour(enum.Enum):
@@ -95,7 +95,7 @@ def test_segment_statistics_match_numpy():
     values = rng.normal(size=60) * 3 + 5
     groups = Segments(ids)
     deviation = groups.deviation(values)
-    for group in range(groups.number):
+    for group in range(groups.count.size):
         member = ids == group
         assert groups.count[group] == member.sum()
         np.testing.assert_allclose(groups.sum(values)[group], values[member].sum())
@@ -223,6 +223,10 @@ def test_row_scores_are_float64_sums_of_the_whole_row(dtype):
         Rows(1).scores(torch.tensor([[0.0, float("nan")]], dtype=dtype))
 
 
+def broadcast_rows(values, mask):
+    return Advantage.of_rows(values, mask, Rows(len(values)), np.zeros(len(values), dtype=np.int64)).advantages
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])
 def test_broadcast_is_value_times_mask(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +243,7 @@ def test_broadcast_is_value_times_mask(dtype):
 @pytest.mark.parametrize("value", [1e39, -1e39, float("nan"), float("inf")])
 def test_an_advantage_that_does_not_fit_names_its_row(value):
     mask = torch.ones(3, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="of row 1 does not fit into float32"):
+    with pytest.raises(ValueError, match="of row 1 is beyond float32"):
         broadcast_rows(np.array([3e38, value, 0.0]), mask)
     assert broadcast_rows(np.array([3e38, -3e38, 0.0]), mask)[:, 1].tolist() == pytest.approx([3e38, -3e38, 0.0])
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group keys by value and the float64 statistics of the groups.
-
-A *column* holds one entry a row. `value_ids` maps its entries to int64 ids so that equal values share an id,
-`joint_ids` combines columns into one key, and `Segments` computes counts, sums, means, deviations and standard
-deviations of the rows that share an id.
-"""
+"""Group keys by value (`value_ids`, `joint_ids`) and the float64 statistics of the groups (`Segments`)."""
 
 from __future__ import annotations
 
@@ -33,13 +28,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def value_key(value: Any) -> Any:
-    """A hashable key, equal for equal values and different for different ones.
+    """A hashable key, equal for equal values and different for different ones; TypeError where there is only identity.
 
     Mappings compare by their items whatever the order, lists and tuples alike element by element, arrays and tensors by
     shape and values whatever the numeric dtype, enum members by class and name, everything else by its own `==`.
-
-    Raises:
-        TypeError: for an object that can only be compared by identity.
     """
     if value is None or isinstance(value, (str, bytes, int)):
         return value
@@ -60,17 +52,15 @@ def value_key(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return ("enum", type(value).__qualname__, value.name)
     if type(value).__eq__ is object.__eq__ or type(value).__hash__ is None:
-        raise TypeError(
-            f"an object of type {type(value).__name__} cannot be compared by value; "
-            "give a str, a number, a list, a tuple, a dict or an ndarray"
-        )
+        kind = type(value).__name__
+        raise TypeError(f"a {kind} cannot be compared by value; give a str, number, list, tuple, dict or ndarray")
     return value
 
 
 def _array_key(array: np.ndarray) -> Any:
-    """Key of an array: its shape and its values, of numbers a digest, since an observation may be an image."""
-    whole = array.dtype.kind in "biu" and bool(((array <= LARGEST_EXACT) & (array >= -LARGEST_EXACT)).all())
-    if not whole and array.dtype.kind != "f":
+    """Key of an array: its shape and values, of numbers a digest, since an observation may be an image."""
+    exact = array.dtype.kind in "biu" and bool(((array <= LARGEST_EXACT) & (array >= -LARGEST_EXACT)).all())
+    if not exact and array.dtype.kind != "f":
         return ("array", array.shape, tuple(value_key(v) for v in array.ravel().tolist()))
     numbers = array.astype(np.float64) + 0.0  # no negative zero
     numbers[np.isnan(numbers)] = np.nan  # one NaN pattern
@@ -78,13 +68,9 @@ def _array_key(array: np.ndarray) -> Any:
 
 
 def value_ids(column: Column) -> np.ndarray:
-    """Ids 0..K-1 of the entries, [B] int64: two rows share an id exactly when their entries are equal.
+    """Ids 0..K-1 of the entries (arrays, if the column has more dimensions), [B] int64: equal entries share an id.
 
-    An array of several dimensions has one array a row.
-
-    Raises:
-        TypeError: an entry can only be compared by identity.
-        ValueError: an entry is None; the message gives its position.
+    TypeError for an entry that can only be compared by identity, ValueError for None.
     """
     if isinstance(column, torch.Tensor):
         column = to_numpy(column)
@@ -112,24 +98,19 @@ def joint_ids(*ids: np.ndarray) -> np.ndarray:
 
 
 class Segments:
-    """Statistics, in float64, of the rows that share an id.
+    """Statistics, in float64, of the rows that share an id: `ids`, [B] int64 contiguous from 0 to K-1.
 
-    Attributes:
-        ids: [B] int64, contiguous ids 0..K-1 (see `value_ids`, `joint_ids`).
-        number: K.
-        count: [K] number of rows of each group.
-        rows: [B] number of rows in the row's own group.
+    `count`, [K], and `rows`, [B], are the number of rows of each group and of the row's own group.
     """
 
     def __init__(self, ids: np.ndarray):
         self.ids = ids
         self.count = np.bincount(ids)
-        self.number = self.count.size
         self.rows = self.count[ids]
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum of each group, [K]."""
-        return np.bincount(self.ids, weights=values, minlength=self.number)
+        return np.bincount(self.ids, weights=values, minlength=self.count.size)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Mean of each group, [K]."""
@@ -137,7 +118,7 @@ class Segments:
 
     def largest(self, values: np.ndarray) -> np.ndarray:
         """Largest value of each group, [K]."""
-        largest = np.full(self.number, -np.inf)
+        largest = np.full(self.count.size, -np.inf)
         np.maximum.at(largest, self.ids, values)
         return largest
 
@@ -147,11 +128,8 @@ class Segments:
         return high - low <= ZERO_VARIANCE_RTOL * np.maximum(1.0, np.maximum(high, -low))
 
     def deviation(self, values: np.ndarray) -> np.ndarray:
-        """`x - mean` of the row's group, [B]; exactly 0 in a group of zero variance.
-
-        Dividing the rounding residue of identical rewards by a small epsilon would turn it into a large advantage, so a
-        group that is constant up to rounding has no deviation at all.
-        """
+        """`x - mean` of the row's group, [B]; exactly 0 in a group of zero variance: divided by a small epsilon, its
+        rounding residue would become a large advantage."""
         return np.where(self.constant(values)[self.ids], 0.0, values - self.mean(values)[self.ids])
 
     def std(self, deviation: np.ndarray, ddof: int) -> np.ndarray:
@@ -163,8 +141,7 @@ class Segments:
 
     def leave_one_out(self, values: np.ndarray) -> np.ndarray:
         """`x - mean of the others`, [B], as N/(N-1) (x - mean); x itself in a group of one."""
-        factor = self.rows / np.maximum(self.rows - 1, 1)
-        return np.where(self.rows == 1, values, factor * self.deviation(values))
+        return self.rows / np.maximum(self.rows - 1, 1) * self.centre(values)
 
     def centre(self, values: np.ndarray) -> np.ndarray:
         """`x - mean`, [B]; x itself in a group of one."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from verl_ext.methods.groups import Column
-from verl_ext.methods.options import Count, Discount, NotNegative, check_range, checked
+from verl_ext.methods.options import Count, Discount, NotNegative, OptionError, checked
 from verl_ext.methods.rejection import ROUNDING, Rejection
 from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import Rows
@@ -81,7 +81,9 @@ def kernel_reward(
         s = np.minimum(s, speedup_upper)
         s[s < speedup_lower * (1 - ROUNDING)] = 0.0
         reward = correct_weight * C + speedup_weight * s + coverage_weight * PR * C
-    return np.where(out, penalty, rows.spread(reward))
+    values = np.full(len(out), penalty)
+    values[rows.kept] = reward
+    return values
 
 
 @checked
@@ -296,8 +298,9 @@ def stts_select(
 
     Source: `vllm_async_engine_multi_iter.py`.
     """
-    check_range("keep", keep, 1)
     rewards = Rows(len(turn_rewards), turn_rewards=turn_rewards).floats("turn_rewards")
+    if keep < 1:
+        raise OptionError(f"keep={keep} must be at least 1")
     count = min(int(keep), len(rewards))
     if select == "paper":
         chosen = np.sort(np.argsort(-rewards, kind="stable")[:count])

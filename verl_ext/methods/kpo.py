@@ -17,16 +17,17 @@ length and q.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from verl_ext.methods.options import NotNegative, Positive, check_choice, check_range, checked
+from verl_ext.methods.options import NotNegative, OptionError, Positive, checked
 from verl_ext.methods.rows import check_token_field, on_model_tokens
 
 #: A chunk of the filter ends before its product of (1 - K) falls below e^-20.
 CHUNK_DECAY = 20.0
+MaskMode = Literal["zero_observation", "skip"]
 
 
 def steady_state_gain(q: float) -> float:
@@ -43,7 +44,6 @@ def time_constant(q: float) -> float:
 
 def kalman_gains(length: int, q: float) -> np.ndarray:
     """Gains K_1..K_length of the ratio q = Q/R > 0 in closed form, [length] float64."""
-    check_range("length", length, 0)
     f = steady_state_gain(q)
     exponent = 2.0 * np.arange(1, length + 1) * math.log1p(-f)
     return f * -np.expm1(exponent) / (1.0 + np.exp(exponent) * (f * f / q))
@@ -75,7 +75,7 @@ def _filter_skipping(z: torch.Tensor, mask: torch.Tensor, q: float) -> torch.Ten
 
 
 def kalman_filter(
-    z: torch.Tensor, q: float, mask: torch.Tensor | None = None, mask_mode: str = "zero_observation"
+    z: torch.Tensor, q: float, mask: torch.Tensor | None = None, mask_mode: MaskMode = "zero_observation"
 ) -> torch.Tensor:
     """Causal Kalman estimate x of the observations z, exact for every length.
 
@@ -87,14 +87,12 @@ def kalman_filter(
             "skip": state and gain advance on model tokens only; masked columns repeat the last state.
 
     Returns:
-        x: [B, T] in the dtype of the computation. The gradient does not flow.
-
-    Raises:
-        ValueError: q or mask_mode is out of range, or the shapes differ.
+        x: [B, T] in the dtype of the computation, without gradient.
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, without its floor on the gains.
     """
-    check_choice("mask_mode", mask_mode, ("zero_observation", "skip"))
+    if mask_mode not in get_args(MaskMode):
+        raise OptionError(f"mask_mode={mask_mode!r} is not one of {', '.join(get_args(MaskMode))}")
     steady_state_gain(q)
     if z.ndim != 2:
         raise ValueError(f"z must be [B, T], got shape {tuple(z.shape)}")
@@ -117,14 +115,13 @@ def kpo_loss_terms(
     clip_ratio_low: NotNegative = 3e-4,
     clip_ratio_high: NotNegative = 4e-4,
     max_log_ratio: Positive = 10.0,
-    mask_mode: Literal["zero_observation", "skip"] = "zero_observation",
+    mask_mode: MaskMode = "zero_observation",
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Token losses of KPO, before aggregation.
 
     The gradient with respect to log_prob is -A rho_t (times the rollout weight) where the token is neither clipped nor
-    beyond max_log_ratio, and 0 elsewhere; it never flows through the filter. There is no dual clip. Masked columns give
-    loss 0 and gradient 0 whatever they hold.
+    beyond max_log_ratio, and 0 elsewhere. There is no dual clip. Masked columns give loss 0 whatever they hold.
 
     Args:
         old_log_prob: [B, T] log-probabilities under the policy at batch start.
@@ -142,13 +139,9 @@ def kpo_loss_terms(
 
     Returns:
         loss_mat: [B, T] float32 (float64 for float64 inputs), to be aggregated over response_mask.
-        stats: over model tokens, 0-dim float64 tensors: log_ratio_{mean,std,abs_max},
-            filtered_log_ratio_{mean,std,abs_max}, clip_fraction (and _low, _high: rho below 1 - clip_ratio_low at
-            A < 0, above 1 + clip_ratio_high at A > 0), max_log_ratio_fraction, mean_response_length (tokens, rows
-            without tokens left out); and the floats steady_state_gain and time_constant (tokens).
-
-    Raises:
-        ValueError: an option is out of range, the shapes differ, or a model token is not finite; names row and column.
+        stats: over model tokens, 0-dim float64 tensors: (filtered_)log_ratio_{mean,std,abs_max}, clip_fraction (and
+            _low at A < 0, _high at A > 0), max_log_ratio_fraction, mean_response_length (tokens, of rows with tokens);
+            and the floats steady_state_gain and time_constant (tokens).
 
     Source: arXiv 2602.10609; shuohe1995/verl-kpo, verl/trainer/ppo/core_algos.py, evaluated exactly.
     """
@@ -168,7 +161,7 @@ def kpo_loss_terms(
 
     log_pi = finite("log_prob", log_prob)
     z = (log_pi - finite("old_log_prob", old_log_prob)).detach()
-    x = kalman_filter(z, ratio, mask, mask_mode)
+    x = kalman_filter(z, ratio, mask, mask_mode=mask_mode)
     rho = torch.exp((log_pi - log_pi.detach() + x).clamp(max=max_log_ratio))
     advantage = finite("advantages", advantages.detach())
     if rollout_is_weights is not None:

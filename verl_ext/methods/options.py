@@ -32,25 +32,16 @@ class OptionError(ValueError):
     """An option is unknown or its value is not what is taken. The message names it, its value and the choices."""
 
 
-def fraction(value: float) -> str | None:
-    return None if 0.0 <= value <= 1.0 else "it must lie in [0, 1]"
+def _where(fits: Callable[[Any], bool], otherwise: str) -> Callable[[Any], str | None]:
+    return lambda value: None if fits(value) else otherwise
 
 
-def not_negative(value: float) -> str | None:
-    return None if value >= 0 else "it must be at least 0"
-
-
-def positive(value: float) -> str | None:
-    return None if value > 0 else "it must be greater than 0"
-
-
-def at_least_one(value: float) -> str | None:
-    return None if value >= 1 else "it must be at least 1"
-
-
-def names_index(value: Sequence[str]) -> str | None:
-    return None if "index" in value else "it must name 'index', or rows of different prompts would mix"
-
+fraction = _where(lambda value: 0.0 <= value <= 1.0, "it must lie in [0, 1]")
+below_one = _where(lambda value: value < 1, "it must be less than 1")
+not_negative = _where(lambda value: value >= 0, "it must be at least 0")
+positive = _where(lambda value: value > 0, "it must be greater than 0")
+at_least_one = _where(lambda value: value >= 1, "it must be at least 1")
+names_index = _where(lambda names: "index" in names, "it must name 'index', or rows of different prompts would mix")
 
 # What an option may be: a type with functions that say what is wrong with a value of that type, or None.
 Discount = Annotated[float, fraction]
@@ -60,7 +51,6 @@ Count = Annotated[int, not_negative]
 AtLeastOne = Annotated[int, at_least_one]
 #: Row fields that make a group: rows that agree in all of them are compared.
 GroupBy = Annotated[Sequence[str], names_index]
-
 
 #: Types that an option may have, what fits them, and what to say otherwise.
 PLAIN: dict[type, tuple[Any, str]] = {
@@ -72,15 +62,10 @@ PLAIN: dict[type, tuple[Any, str]] = {
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """The value as the annotation `hint` has it: whole numbers serve as floats, and sequences become tuples.
+    """The value as an annotation has it: whole numbers serve as floats, and sequences become tuples.
 
-    Args:
-        value: what was given.
-        hint: bool, int, float, str, Literal, a tuple or Sequence of str, dict, one of these or None, or one of these
-            Annotated with functions as above.
-
-    Raises:
-        ValueError: the value does not fit; the message says what to give, without the option's name.
+    `hint` is bool, int, float, str, Literal, a tuple or Sequence of str, dict, one of these or None, or one of these
+    Annotated with functions as above. ValueError says what to give instead, without the option's name.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -115,17 +100,11 @@ def fit(value: Any, hint: Any) -> Any:
 
 
 class Parameters(NamedTuple):
-    """The keyword parameters of a method by kind: `inspect.Parameter` with evaluated annotations, by name.
+    """The keyword parameters of a method by kind: `inspect.Parameter` with evaluated annotations, by name."""
 
-    Attributes:
-        row_fields: columns with one entry a row, annotated ``Column``.
-        token_fields: [B, T] tensors, annotated ``torch.Tensor``.
-        options: all others.
-    """
-
-    row_fields: dict[str, inspect.Parameter]
-    token_fields: dict[str, inspect.Parameter]
-    options: dict[str, inspect.Parameter]
+    row_fields: dict[str, inspect.Parameter]  #: columns with one entry a row, annotated ``Column``
+    token_fields: dict[str, inspect.Parameter]  #: [B, T] tensors, annotated ``torch.Tensor``
+    options: dict[str, inspect.Parameter]  #: all others
 
 
 def parameters(method: Callable[..., Any]) -> Parameters:
@@ -155,16 +134,3 @@ def checked(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs)
 
     return call
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise OptionError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise OptionError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-
-
-def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise OptionError unless low <= value <= high."""
-    if not low <= value <= high:
-        bound = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
-        raise OptionError(f"{name}={value!r} must be {bound}")

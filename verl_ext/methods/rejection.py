@@ -28,7 +28,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import torch
 
 from verl_ext.methods.groups import Column
-from verl_ext.methods.options import Discount, NotNegative, Positive, check_choice, checked
+from verl_ext.methods.options import Discount, NotNegative, Positive, below_one, checked
 from verl_ext.methods.rows import Rows, check_token_field
 
 Level = Literal["token", "turn", "turn_geo", "sequence", "geometric"]
@@ -39,10 +39,6 @@ LARGEST_LOG_RATIO = 20.0
 ROUNDING = 1e-6
 #: Elements of the float64 copies of logits that `exact_token_kl` makes at a time; a few such blocks are its memory.
 BLOCK_ELEMENTS = 1 << 21
-
-
-def _below_one(value: float) -> str | None:
-    return None if value < 1 else "it must be less than 1"
 
 
 class Rejection(NamedTuple):
@@ -257,7 +253,7 @@ def variance_filter(
     index: Column,
     traj_uid: Column | None = None,
     threshold: NotNegative | None = 1e-3,
-    quantile: Annotated[Discount, _below_one] | None = None,
+    quantile: Annotated[Discount, below_one] | None = None,
 ) -> Rejection:
     """Train on prompts whose samples differ in reward: a group without spread has no advantage to learn from.
 
@@ -334,8 +330,13 @@ def top_k_token_kl(rollout_log_probs: torch.Tensor, train_log_probs: torch.Tenso
     return _kl(torch.cat([rollout, left.log()], -1), torch.cat([train, left_train.log()], -1)).clamp(min=0)
 
 
+@checked
 def sampled_token_kl(
-    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor, *, estimator: str
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    estimator: Literal["k2", "k3"],
 ) -> torch.Tensor:
     """Estimate of the divergence from the sampled token alone, [B, T] float64, 0 where there is no model token.
 
@@ -343,7 +344,6 @@ def sampled_token_kl(
         old_log_probs, rollout_log_probs, response_mask: as for `mrs`.
         estimator: "k2" (lr^2 / 2, symmetric; for the maximum) or "k3" (e^lr - 1 - lr, unbiased; for the mean).
     """
-    check_choice("estimator", estimator, ("k2", "k3"))
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, response_mask.bool())
     if estimator == "k2":
         return log_ratio.square() / 2

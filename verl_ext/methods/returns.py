@@ -8,11 +8,8 @@ import torch
 
 
 def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An order of the rows in which those of a trajectory follow each other in time, and each one's place in it.
-
-    Returns:
-        (order, place), both [B] int64: row numbers, and for each of them how many rows of its trajectory come before.
-    """
+    """Row numbers in an order in which those of a trajectory follow each other in time, and how many come before each
+    in its trajectory, both [B] int64."""
     order = np.lexsort((turn_index, trajectory))
     first = np.diff(trajectory[order], prepend=-1) != 0
     number = np.arange(order.size)
@@ -30,7 +27,7 @@ def turn_returns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.nda
     Args:
         rewards: [B] float64, reward of each row alone.
         trajectory: [B] int64 trajectory ids, at least 0, that already separate prompts.
-        turn_index: [B] int64, chronological position in the trajectory; row order plays no part.
+        turn_index: [B] int64, chronological; row order plays no part.
         gamma: discount a turn, in [0, 1].
     """
     order, place = chronology(trajectory, turn_index)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch: input checks, row fields, row scores and broadcasting to tokens.
-
-One row is one model call. `Rows` holds the columns of the valid rows (rows with `valid_row` False are no samples: they
-enter no statistic and get advantage 0) and turns a column into floats, booleans, integers or group ids, with an error
-that names the field, the row and the remedy when the column cannot be used.
-"""
+"""The rows of a batch, one a model call: checks of tensors, columns (`Rows`), and the result (`Advantage`)."""
 
 from __future__ import annotations
 
@@ -69,18 +64,8 @@ def on_model_tokens(name: str, tokens: torch.Tensor, mask: torch.Tensor, where: 
     return tokens
 
 
-def broadcast_rows(row_values: np.ndarray, response_mask: torch.Tensor) -> torch.Tensor:
-    """Token tensor `row_values[i] * response_mask[i, t]`, [B, T] float32; ValueError names a value beyond float32."""
-    fits = np.abs(row_values) <= np.finfo(np.float32).max
-    if not fits.all():
-        row = int(np.argmin(fits))
-        raise ValueError(f"the advantage {row_values[row]!r} of row {row} does not fit into float32; scale the rewards")
-    column = torch.from_numpy(row_values.astype(np.float32)).to(response_mask.device).unsqueeze(-1)
-    return (column * response_mask.detach()).to(torch.float32)
-
-
 class Rows:
-    """The columns of a batch, restricted to its valid rows.
+    """The columns of a batch, restricted to its valid rows, as floats, booleans, whole numbers or group ids.
 
     Args:
         batch: number of rows B, an attribute as well.
@@ -88,8 +73,7 @@ class Rows:
         row_fields: further columns by name, for `group_by`.
         **fields: the named columns; None means that the column was not given.
 
-    Raises:
-        RowFieldError: a column has the wrong length or `valid_row` is not boolean.
+    RowFieldError, here and from every method, names the field, the row and the remedy where a column can't be used.
     """
 
     def __init__(
@@ -109,10 +93,10 @@ class Rows:
 
     def _array(self, name: str, column: Column) -> np.ndarray:
         """The column as an array, of objects unless it was an array or a tensor."""
-        if isinstance(column, torch.Tensor):
-            column = to_numpy(column)
         if len(column) != self.batch:
             raise RowFieldError(f"row field '{name}' has {len(column)} entries for a batch of {self.batch} rows")
+        if isinstance(column, torch.Tensor):
+            return to_numpy(column)
         return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=self.batch)
 
     def keep(self, chosen: np.ndarray) -> None:
@@ -131,11 +115,12 @@ class Rows:
             raise MissingFieldError(name, list(self._columns))
         return self._columns[name]
 
-    def _numbers(self, name: str, what: str) -> np.ndarray:
-        """A column of numbers, [V], in the dtype that holds them."""
+    def _numbers(self, name: str, what: str = "a number a row", unmeasured: bool = False) -> np.ndarray:
+        """A column of numbers, [V], in the dtype that holds them; None is NaN if some may be `unmeasured`."""
         array = self.column(name)
         if array.dtype == object:
             values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in array]
+            values = [np.nan if unmeasured and value is None else value for value in values]
             self.refuse(name, what, values, np.array([not isinstance(value, numbers.Real) for value in values]))
             array = np.array(values) if values else np.zeros(0)
         if array.ndim == 2 and array.shape[1] == 1:
@@ -151,16 +136,21 @@ class Rows:
             value = values[row].item() if isinstance(values, np.ndarray) else values[row]
             raise RowFieldError(f"row field '{name}' must be {what}, got {value!r} in {self.where(row)}")
 
+    def _finite(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The values, [V]; ValueError names the first row where there is none or an infinite one."""
+        finite = np.isfinite(values)
+        if not finite.all():
+            row = int(np.argmin(finite))
+            raise ValueError(f"{name} is {values[row]} in {self.where(row)}; rewards must be finite numbers")
+        return values
+
     def floats(self, name: str) -> np.ndarray:
-        """A column of finite numbers, [V] float64; ValueError names the first row that holds NaN or infinity."""
-        return self._finite(name, self._numbers(name, "a number a row").astype(np.float64))
+        """A column of finite numbers, [V] float64."""
+        return self._finite(name, self._numbers(name).astype(np.float64))
 
     def measured(self, name: str) -> np.ndarray:
         """A column of numbers of which some were not measured (None or NaN: they are 0), [V] float64."""
-        array = self.column(name)
-        if array.dtype == object:
-            self._columns[name] = np.frompyfunc(lambda value: np.nan if value is None else value, 1, 1)(array)
-        values = self._numbers(name, "a number a row, or None").astype(np.float64)
+        values = self._numbers(name, "a number a row, or None", unmeasured=True).astype(np.float64)
         return np.where(np.isnan(values), 0.0, values)
 
     def bools(self, name: str) -> np.ndarray:
@@ -177,23 +167,15 @@ class Rows:
             self.refuse(name, "an integer, as a float is not exact beyond 2^53", array, np.abs(array) > LARGEST_EXACT)
         return array.astype(np.int64)
 
+    def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
+        """Row scores S_i, [V] float64: sums over the whole row, since a rejected one keeps its score."""
+        return self._finite("token_level_rewards", to_numpy(token_level_rewards).sum(-1, dtype=np.float64)[self.kept])
+
     def penalty(self, coefficient: float) -> np.ndarray:
         """`coefficient` where `is_action_valid` is False, else 0, [V] float64; without the column no action counts."""
         if "is_action_valid" not in self:
             return np.zeros(len(self.kept))
         return np.where(self.bools("is_action_valid"), 0.0, coefficient)
-
-    def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
-        """Row scores S_i, [V] float64: sums over the whole row, since a rejected one keeps its score."""
-        return self._finite("token_level_rewards", to_numpy(token_level_rewards).sum(-1, dtype=np.float64)[self.kept])
-
-    def _finite(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The values, [V]; ValueError names the first row where there is none or an infinite one."""
-        finite = np.isfinite(values)
-        if not finite.all():
-            row = int(np.argmin(finite))
-            raise ValueError(f"{name} is {values[row]} in {self.where(row)}; rewards must be finite numbers")
-        return values
 
     def ids(self, name: str) -> np.ndarray:
         """Group ids by value of a column, [V] int64; RowFieldError names the field when an entry cannot be compared."""
@@ -214,12 +196,9 @@ class Rows:
         return self.keys(("index", "traj_uid"))
 
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
-        """Trajectory ids and turn indices, each [V] int64.
+        """Trajectory ids and turn indices, each [V] int64, no two turns of a trajectory the same.
 
         Single-turn data, with neither `traj_uid` nor `turn_index`, is read as one trajectory of one turn a row.
-
-        Raises:
-            RowFieldError: only one of the two is there, or a trajectory has two valid rows with the same turn_index.
         """
         if "traj_uid" not in self and "turn_index" not in self:
             self._columns["traj_uid"] = np.arange(len(self.kept))
@@ -253,12 +232,6 @@ class Rows:
         words = [f"{label} {self._columns[name][row]}" for name, label in LABELS.items() if name in self]
         return f"row {int(self.kept[row])}" + (f" ({', '.join(words)})" if words else "")
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """The values of the valid rows in a batch of zeros, [B] float64."""
-        batch = np.zeros(self.batch)
-        batch[self.kept] = values
-        return batch
-
 
 @dataclass(frozen=True, eq=False)
 class Advantage:
@@ -288,5 +261,11 @@ class Advantage:
         cls, values: np.ndarray, response_mask: torch.Tensor, rows: Rows, groups: np.ndarray, **details: Any
     ) -> Advantage:
         """One value a sample, [V] float64, on all model tokens of its row; returns are the same tensor."""
-        tokens = broadcast_rows(rows.spread(values), response_mask)
+        fits = np.abs(values) <= np.finfo(np.float32).max
+        if not fits.all():
+            row = int(np.argmin(fits))
+            raise ValueError(f"the advantage {values[row]!r} of {rows.where(row)} is beyond float32; scale the rewards")
+        batch = torch.zeros(rows.batch, 1)
+        batch[torch.from_numpy(rows.kept), 0] = torch.from_numpy(values.astype(np.float32))
+        tokens = (batch.to(response_mask.device) * response_mask.detach()).to(torch.float32)
         return cls(tokens, tokens, rows, groups, details)

@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import re2
 import torch
-from conftest import most
+from conftest import QUICK, most
 
 from verl_ext.integration.options import OptionError
-from verl_ext.kernels import compiler, languages, tasks
+from verl_ext.kernels import compiler, coverage, languages, tasks
+from verl_ext.kernels.bench import shared
 from verl_ext.kernels.feedback import feedback, prompt, scrub
-from verl_ext.kernels.judge import STATUSES, Judge, Verdict, interval
+from verl_ext.kernels.judge import STATUSES, Judge, Verdict, fastest, interval, ratio
 from verl_ext.kernels.languages import CandidateError
 from verl_ext.kernels.options import JudgeOptions, KernelOptions, check_kernels
 from verl_ext.kernels.seat import Infrastructure
@@ -214,11 +220,57 @@ def test_names_of_tasks(judge: Judge) -> None:
         Task.of("fuse-24")
 
 
-def test_interval_of_the_median() -> None:
-    """By the places of the binomial distribution: the widest below 6 values, the 2nd of 9 and the 8th of 25."""
-    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert interval([float(value) for value in range(9, 0, -1)]) == (2.0, 8.0)
-    assert interval([float(value) for value in range(1, 26)]) == (8.0, 18.0)
+def test_the_fastest_third_says_the_speedup() -> None:
+    """What else a machine does adds to batches; a third of them without it is enough."""
+    times = np.array([(4.0, 2.0), (9.0, 2.0), (4.2, 5.0), (4.0, 2.0), (8.0, 3.0), (4.1, 2.2)])
+    assert fastest(times).tolist() == [4.0, 2.0] and ratio(times) == 2.0
+    assert fastest(times[:, 0]) == 4.0 and fastest(times[:4, 1]) == 2.0 and fastest(times[:1, 1]) == 2.0
+    assert ratio(np.stack([times, times * [1, 2]])).tolist() == [2.0, 1.0]
+
+
+def test_interval_of_the_speedup() -> None:
+    """By the bootstrap: it holds the truth in most of many judgements, and is narrower of more pairs."""
+    rng = np.random.default_rng(7)
+    widths = []
+    for pairs in (7, 28):
+        found = [interval(rng.gamma(8.0, 0.01, (pairs, 2)) + [2.0, 1.0]) for _ in range(200)]
+        truth = ratio(rng.gamma(8.0, 0.01, (100_000, 2)) + [2.0, 1.0])
+        assert np.mean([low <= truth <= high for low, high in found]) > 0.75
+        widths.append(np.mean([high - low for low, high in found]))
+    assert widths[1] < 0.7 * widths[0]
+    assert interval([(2.0, 1.0)] * 5) == (2.0, 2.0)
+    given = rng.gamma(8.0, 0.01, (7, 2)) + [2.0, 1.0]
+    assert interval(given) == interval(given) and interval(given)[0] <= ratio(given) <= interval(given)[1]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("by", ["the kernel's clock", "ptrace"])
+def test_both_ways_to_look_find_the_share_of_a_kernel(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    if by == "ptrace":
+        monkeypatch.setattr(coverage, "_PERF", {})
+    looks: list[str] = []
+    for name in ("sampled", "traced"):
+        monkeypatch.setattr(coverage, name, partial(_noted, looks, name, getattr(coverage, name)))
+    assert coverage.works() == ""
+    with Judge(dataclasses.replace(QUICK, looks=100)) as judge:
+        little, most_of_it = (shared(judge, share) for share in (0.2, 0.8))
+    assert looks == ["traced" if by == "ptrace" or not coverage.may_sample(os.getpid()) else "sampled"] * 2
+    assert little.correct and most_of_it.correct and not little.decoy
+    assert little.coverage == pytest.approx(0.2, abs=0.25) and most_of_it.coverage == pytest.approx(0.8, abs=0.25)
+
+
+def _noted(looks: list[str], name: str, look: Callable[..., Any], *given: Any) -> Any:
+    looks.append(name)
+    return look(*given)
+
+
+def test_inputs_are_new_in_every_batch(judge: Judge) -> None:
+    """Rows of a pool, by a factor each: of a batch's rows none is one of another batch, and their spread is 1."""
+    batches = [judge._inputs() for _ in range(3)]
+    rows = torch.cat([x.flatten(0, 1) for x, _, _ in batches])
+    assert len(torch.unique(rows, dim=0)) == len(rows) and rows.std() == pytest.approx(1.0, abs=0.03)
+    assert rows.mean() == pytest.approx(0.0, abs=0.01) and rows.abs().max() > 4
+    assert len({float(a[0]) for _, a, _ in batches} | {float(b[0]) for _, _, b in batches}) == 6
 
 
 def test_feedback_names_nothing_of_the_host() -> None:

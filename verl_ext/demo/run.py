@@ -100,10 +100,12 @@ def run_task(
             f"{name}: score of its rows {one['score_before']:.3f} before, {one['score_after']:.3f} after; "
             f"{one['energy_share_before']:.0%} of the gradient's energy before, {one['energy_share_after']:.0%} after"
         )
+    validated = " -> ".join(
+        f"{val:.3f}" for val in (summary["val_before"], summary["val_after"]) if not math.isnan(val)
+    )
     print(
         f"reward a trajectory: {summary['reward_before']:.3f} before, {summary['reward_after']:.3f} after {steps} "
-        f"steps (validation: {summary['val_before']:.3f} -> {summary['val_after']:.3f}; a random policy: "
-        f"{chance:.3f}); see {out / 'reward.png'}"
+        f"steps (validation: {validated or 'none'}; a random policy: {chance:.3f}); see {out / 'reward.png'}"
     )
     return 0
 
@@ -271,7 +273,7 @@ def summarize(
         "reward_random": chance,
         **ends("reward", "train_reward"),
         "val_before": val[0],
-        "val_after": val[-1],
+        "val_after": val[-1] if len(val) > 1 else math.nan,
         "agents": {
             name: ends("score", f"agent/{name}/score/mean")
             | ends("energy_share", f"agent/{name}/gradient_energy_share")

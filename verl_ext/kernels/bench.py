@@ -27,7 +27,7 @@ HONEST = tuple(hack for hack in hacks.HONEST if hack.language != "triton")
 """Those that have a speed."""
 SHARES = (0.2, 0.4, 0.6, 0.8)
 UNITS = 100
-"""Times that the two kernels of `_shared` do their work together: much more than the copies around it."""
+"""Times that the two kernels of `shared` do their work together: much more than the copies around it."""
 SHARE_LOOKS = 400
 """Looks for a share: a standard error of 0.025 at most."""
 BUSY = "while True: pass"
@@ -150,7 +150,7 @@ def honest(judge: Judge, repeats: int) -> dict[str, Any]:
     return {"honest_paid": paid, "honest": len(HONEST), "honest_spread": spreads}
 
 
-def _shared(judge: Judge, share: float) -> Verdict:
+def shared(judge: Judge, share: float) -> Verdict:
     """Two kernels that do the same work, one of them so often that it has this share; the other's result is lost."""
     mine = round(share * UNITS)
     # Both buffers at once: where `spare` has left the right result already, `work` would change nothing, and be dead.
@@ -163,7 +163,7 @@ def coverages(options: JudgeOptions, repeats: int) -> list[dict[str, float]]:
     rows = []
     with Judge(dataclasses.replace(options, looks=SHARE_LOOKS)) as judge:
         for share in SHARES:
-            found = [_shared(judge, share).coverage for _ in range(repeats)]
+            found = [shared(judge, share).coverage for _ in range(repeats)]
             error = max(abs(one - share) for one in found)
             rows.append({"share": share, "coverage": float(np.mean(found)), "largest_error": error})
     return rows

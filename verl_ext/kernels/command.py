@@ -173,7 +173,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     told("compiler", compiler.version(), "install gcc with binutils (Debian: apt install gcc)")
     refused = coverage.works()
-    told("tracing", "" if refused else "yes, of this process's descendants", refused)
+    way = "by the kernel's clock" if coverage.may_sample(os.getpid()) else "by ptrace, which takes longer"
+    told("coverage", "" if refused else way, refused)
     try:
         layers = ", ".join(check("required"))
     except CageError as error:

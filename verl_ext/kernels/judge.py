@@ -3,8 +3,8 @@
 
 Nothing that decides a reward is computed in a process that has run generated code. The judge draws the inputs from
 secret seeds, and the reference is a player of its own under the same protocol. The two alternate (ABBA) on the same
-inputs; the speedup is the median over pairs of the ratio of their processor times, with the interval of its order
-statistics.
+inputs; the speedup is the ratio of their processor times, of each the mean of its fastest third of the batches, since
+what else the machine does can only add to one, with the bootstrap's interval over pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_ext.kernels import compiler, coverage, languages, problems
@@ -43,8 +44,11 @@ FOREVER_S = 1e5
 INTERPRETED = 4
 #: Batches of the reference on a GPU before there is a candidate: the slowest is the most that one counts afterwards.
 ALONE = 3
-#: Looks at the candidate in a batch, for its coverage.
-LOOKS_A_BATCH = 8
+#: Rows that inputs are made of, and the factor of each, at random, of either sign.
+POOL = 4096
+FACTOR = (0.75, 1.25)
+#: Drawings of the bootstrap.
+DRAWINGS = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Verdict:
         status: one of `STATUSES`.
         speedup: time of the reference over time of the candidate; 0.0 unless right, and where it was interpreted.
         low, high: ends of its 95 % interval.
-        pairs: ratios that it is the median of.
-        reference_us, candidate_us: microseconds of processor time for one input, medians.
+        pairs: batches of each that were timed.
+        reference_us, candidate_us: microseconds of processor time for one input, of the fastest third.
         coverage: share of the candidate's time in generated kernels whose result is used; 0.0 as the speedup is.
         decoy: right, without any kernel that matters.
         profile: shares of its time by place, largest first.
@@ -89,9 +93,9 @@ class Verdict:
         """The speedup that counts for Fast@p: 0.0 for a decoy too."""
         return 0.0 if self.decoy else self.speedup
 
-    def reward(self, speedup_rule: str = "median", pay_decoys: bool = False, **options: Any) -> float:
+    def reward(self, speedup_rule: str = "ratio", pay_decoys: bool = False, **options: Any) -> float:
         """Of the turn, by `kernel_reward`: decoys, wrong kernels and what did not run to its end get the penalty."""
-        speedup = self.speedup if speedup_rule == "median" else self.low
+        speedup = self.speedup if speedup_rule == "ratio" else self.low
         out = (self.decoy and not pay_decoys) or not self.correct
         return float(kernel_reward([self.correct], [speedup], [self.coverage], penalised=[out], **options)[0])
 
@@ -131,6 +135,7 @@ class Judge:
         self._described: dict[str, dict[str, Any]] = {}
         self._alone = math.inf
         self._random = torch.Generator().manual_seed(secrets.randbits(63))
+        self._pool = torch.randn(POOL, COLUMNS, generator=self._random)
 
     def close(self) -> None:
         """End its processes."""
@@ -271,8 +276,15 @@ class Judge:
         return seat.draw() if isinstance(seat, ProblemSeat) else self._inputs()
 
     def _inputs(self) -> list[torch.Tensor]:
-        """A batch that nobody has seen: x [batch, rows, columns], a and b [columns]."""
-        return [torch.randn(size, generator=self._random) for size in (self.shape, COLUMNS, COLUMNS)]
+        """A batch that nobody has seen: x [batch, rows, columns], a and b [columns].
+
+        x has rows of a secret pool, in a random order and each by a factor of its own: drawing all anew would take as
+        long as playing them.
+        """
+        rows = torch.randint(POOL, self.shape[:2], generator=self._random)
+        factor = torch.empty(*self.shape[:2], 1).uniform_(*FACTOR, generator=self._random)
+        factor *= torch.randint(2, factor.shape, generator=self._random) * 2 - 1
+        return [self._pool[rows].mul_(factor), *torch.randn(2, COLUMNS, generator=self._random)]
 
     def _worst(self, y: torch.Tensor, expected: torch.Tensor) -> float:
         """The largest error in tolerances; infinite if an output is not finite."""
@@ -287,7 +299,6 @@ class Judge:
 
     def _time(self, task: Task, seat: Seat) -> Verdict:
         """Compare and time: one batch that is compared alone, and then the pairs."""
-        ratios: list[float] = []
         times: list[tuple[float, float]] = []
         worst, low, high = 0.0, 0.0, math.inf
         for pair in range(self.options.max_pairs + 1):
@@ -303,18 +314,15 @@ class Judge:
                 return Verdict("wrong", error=_how_wrong(y, expected), worst=worst)
             if pair == 0:
                 continue
-            reference = min(reference, self._alone)
-            ratios.append(reference / max(seconds, 1e-9))
-            times.append((reference, seconds))
+            times.append((min(reference, self._alone), max(seconds, 1e-9)))
             if pair >= self.options.pairs:
-                low, high = interval(ratios)
-                middle = _median(ratios)
-                if high - middle <= self.options.precision * middle and middle - low <= self.options.precision * middle:
+                low, high = interval(times)
+                middle = ratio(np.array(times))
+                if max(high - middle, middle - low) <= self.options.precision * middle:
                     break
-        reference, seconds = (_median([pair[which] for pair in times]) for which in (0, 1))
-        scale = 1e6 / len(seat.y)
+        reference, seconds = fastest(np.array(times)) * 1e6 / len(seat.y)
         return Verdict(
-            "right", _median(ratios), low, high, len(ratios), reference * scale, seconds * scale, worst=worst
+            "right", float(reference / seconds), low, high, len(times), float(reference), float(seconds), worst=worst
         )
 
     def _share(self, task: Task, program: Program, found: Verdict) -> Verdict:
@@ -324,10 +332,10 @@ class Judge:
             return dataclasses.replace(found, decoy=True)
         try:
             with self._player({**program.plan, "left_out": kernels}, None) as seat:
-                rest = [seat.batch(*self._inputs())[1] for _ in range(self.options.pairs + 1)][1:]
+                rest = np.array([seat.batch(*self._inputs())[1] for _ in range(self.options.pairs + 1)][1:])
         except CandidateError:  # it cannot do without
             return found
-        share = 1 - _median(rest) * 1e6 / self.options.batch / found.candidate_us
+        share = 1 - float(fastest(rest)) * 1e6 / self.options.batch / found.candidate_us
         share = min(max(share, 0.0), 1.0)
         return dataclasses.replace(found, coverage=share, profile={" ".join(kernels): share, coverage.OTHER: 1 - share})
 
@@ -362,7 +370,7 @@ class Judge:
             if self._worst(seat.end()[0], expected) > 1.0:
                 raise CandidateError("wrong", "an output was wrong once in a while")
 
-        return coverage.profile(seat, self.options.looks, batch_s / LOOKS_A_BATCH, begin, end, library, name)
+        return coverage.profile(seat, self.options.looks, batch_s, begin, end, library, name)
 
     def _alive(self, task: Task, program: Program, kernels: Sequence[str], library: Library | None = None) -> set[str]:
         """The kernels without which the outputs are wrong. Where the way of the data is ours, all of them."""
@@ -379,19 +387,23 @@ class Judge:
             return False
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+def fastest(times: np.ndarray) -> np.ndarray:
+    """Mean of the fastest third of the batches: [..., n, 2] or [n] seconds, without the n."""
+    axis = max(times.ndim - 2, 0)
+    return np.sort(times, axis).take(range(-(-times.shape[axis] // 3)), axis).mean(axis)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median by order statistics: the binomial(n, 1/2) places; all of them if there are few."""
-    n, cut, below = len(values), 0, 0.5 ** len(values)
-    while below <= 0.025:
-        cut += 1
-        below += math.comb(n, cut) * 0.5**n
-    ordered, cut = sorted(values), max(cut - 1, 0)
-    return ordered[cut], ordered[n - 1 - cut]
+def ratio(times: np.ndarray) -> Any:
+    """Speedup of [..., n, 2] seconds of reference and candidate."""
+    found = fastest(times)
+    return found[..., 0] / found[..., 1]
+
+
+def interval(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """A 95 % interval of the ratio by the bootstrap over pairs; the same times give the same one."""
+    drawn = np.random.default_rng(0).integers(len(times), size=(DRAWINGS, len(times)))
+    low, high = np.quantile(ratio(np.array(times)[drawn]), [0.025, 0.975])
+    return float(low), float(high)
 
 
 def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:

@@ -106,7 +106,7 @@ class KernelOptions(JudgeOptions):
     Attributes:
         max_turns: answers to one task.
         stop_at: a speedup that ends a trajectory; null: all turns are played.
-        speedup_rule: ``median`` of the pairs, or ``low``, the lower end of its interval, which pays what is certain.
+        speedup_rule: the ``ratio``, or ``low``, the lower end of its interval, which pays what is certain.
         workers: processes that judge, on this run's nodes together. 0: the node's processors less one, at least one;
             for ``triton`` one, and each has a GPU of Ray's to itself.
         max_pending: evaluations that wait or run; more wait in their agent loops.
@@ -120,7 +120,7 @@ class KernelOptions(JudgeOptions):
 
     max_turns: int = 3
     stop_at: float | None = None
-    speedup_rule: Literal["median", "low"] = "median"
+    speedup_rule: Literal["ratio", "low"] = "ratio"
     workers: int = 0
     max_pending: int = 1024
     cache: bool = True

@@ -58,7 +58,7 @@ class Verdict:
     Attributes:
         status: one of `STATUSES`.
         speedup: time of the reference over time of the candidate; 0.0 unless right, and where it was interpreted.
-        low, high: ends of its 95 % interval.
+        low, high: ends of its interval, see `interval`.
         pairs: batches of each that were timed.
         reference_us, candidate_us: microseconds of processor time for one input, of the fastest third.
         coverage: share of the candidate's time in generated kernels whose result is used; 0.0 as the speedup is.
@@ -400,7 +400,11 @@ def ratio(times: np.ndarray) -> Any:
 
 
 def interval(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """A 95 % interval of the ratio by the bootstrap over pairs; the same times give the same one."""
+    """The bootstrap's 95 % interval of the ratio over pairs; the same times give the same one.
+
+    Few pairs know little of their fastest third: it holds the truth in 82 % of judgements with 7 pairs and in 90 % with
+    15, simulated; its lower end, which may be paid, is below the truth in 97 %.
+    """
     drawn = np.random.default_rng(0).integers(len(times), size=(DRAWINGS, len(times)))
     low, high = np.quantile(ratio(np.array(times)[drawn]), [0.025, 0.975])
     return float(low), float(high)

@@ -32,16 +32,16 @@ class OptionError(ValueError):
     """An option is unknown or its value is not what is taken. The message names it, its value and the choices."""
 
 
-def _where(fits: Callable[[Any], bool], otherwise: str) -> Callable[[Any], str | None]:
+def _rule(fits: Callable[[Any], bool], otherwise: str) -> Callable[[Any], str | None]:
     return lambda value: None if fits(value) else otherwise
 
 
-fraction = _where(lambda value: 0.0 <= value <= 1.0, "it must lie in [0, 1]")
-below_one = _where(lambda value: value < 1, "it must be less than 1")
-not_negative = _where(lambda value: value >= 0, "it must be at least 0")
-positive = _where(lambda value: value > 0, "it must be greater than 0")
-at_least_one = _where(lambda value: value >= 1, "it must be at least 1")
-names_index = _where(lambda names: "index" in names, "it must name 'index', or rows of different prompts would mix")
+fraction = _rule(lambda value: 0.0 <= value <= 1.0, "it must lie in [0, 1]")
+below_one = _rule(lambda value: value < 1, "it must be less than 1")
+not_negative = _rule(lambda value: value >= 0, "it must be at least 0")
+positive = _rule(lambda value: value > 0, "it must be greater than 0")
+at_least_one = _rule(lambda value: value >= 1, "it must be at least 1")
+names_index = _rule(lambda names: "index" in names, "it must name 'index', or rows of different prompts would mix")
 
 # What an option may be: a type with functions that say what is wrong with a value of that type, or None.
 Discount = Annotated[float, fraction]

@@ -8,8 +8,7 @@ import torch
 
 
 def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers in an order in which those of a trajectory follow each other in time, and how many come before each
-    in its trajectory, both [B] int64."""
+    """(order, place), both [B] int64: rows by trajectory and time, and the place of each in its trajectory."""
     order = np.lexsort((turn_index, trajectory))
     first = np.diff(trajectory[order], prepend=-1) != 0
     number = np.arange(order.size)

@@ -106,7 +106,7 @@ class KernelOptions(JudgeOptions):
     Attributes:
         max_turns: answers to one task.
         stop_at: a speedup that ends a trajectory; null: all turns are played.
-        speedup_rule: the ``ratio``, or ``low``, the lower end of its interval, which is above the truth in 3 % of judgements.
+        speedup_rule: the ``ratio``, or ``low``, the lower end of its interval: above the truth in 3 % of judgements.
         workers: processes that judge, on this run's nodes together. 0: the node's processors less one, at least one;
             for ``triton`` one, and each has a GPU of Ray's to itself.
         max_pending: evaluations that wait or run; more wait in their agent loops.

@@ -20,7 +20,7 @@ import torch
 from conftest import QUICK, most
 
 from verl_ext.integration.options import OptionError
-from verl_ext.kernels import compiler, coverage, languages, tasks
+from verl_ext.kernels import compiler, coverage, languages, seat, tasks
 from verl_ext.kernels.bench import shared
 from verl_ext.kernels.feedback import feedback, prompt, scrub
 from verl_ext.kernels.judge import STATUSES, Judge, Verdict, fastest, interval, ratio
@@ -263,6 +263,17 @@ def test_both_ways_to_look_find_the_share_of_a_kernel(monkeypatch: pytest.Monkey
 def _noted(looks: list[str], name: str, look: Callable[..., Any], *given: Any) -> Any:
     looks.append(name)
     return look(*given)
+
+
+def test_a_pair_is_played_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, seen = sorted(os.sched_getaffinity(0)), []
+    monkeypatch.setattr(seat, "CORE", lambda: cores[len(seen) // 2 % len(cores)])
+    end = seat.Seat.end
+    monkeypatch.setattr(seat.Seat, "end", lambda self: (seen.append(os.sched_getaffinity(self.pid)), end(self))[1])
+    with Judge(QUICK) as judge:
+        assert judge.evaluate(TASK, f"krve {TASK.text}", "fuse").status == "right"
+    played = seen[: 2 * (QUICK.pairs + 1)]
+    assert played[::2] == played[1::2] == [{cores[pair % len(cores)]} for pair in range(QUICK.pairs + 1)]
 
 
 def test_inputs_are_new_in_every_batch(judge: Judge) -> None:

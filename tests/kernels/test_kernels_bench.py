@@ -42,6 +42,9 @@ def test_random_programs_are_right_and_all_different(judge: Judge) -> None:
     assert len(set(made)) == 60 and made == candidates(60) != candidates(60, seed=1)
     for task, text in made[:6]:
         assert judge.evaluate(task, text, "fuse").status == "right", text
+    with_kernels = candidates(20, seed=1, kernels=True)
+    assert all("k" in [part.split()[0][0] for part in text.split(";")] for _, text in with_kernels)
+    assert with_kernels == [one for one in candidates(60, seed=1) if one in with_kernels]
 
 
 def test_one_value_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,9 @@
 """The judge: compiles a candidate, has it played in a cage, compares every output and times it against the reference.
 
 Nothing that decides a reward is computed in a process that has run generated code. The judge draws the inputs from
-secret seeds, and the reference is a player of its own under the same protocol. The two alternate (ABBA) on the same
-inputs; the speedup is the ratio of their processor times, of each the mean of its fastest third of the batches, since
-what else the machine does can only add to one, with the bootstrap's interval over pairs.
+secret seeds, and the reference is a player of its own under the same protocol. The two alternate (ABBA) on one core
+and the same inputs; the speedup is the ratio of their processor times, of each the mean of its fastest third of the
+batches, since what else the machine does can only add to one, with the bootstrap's interval over pairs.
 """
 
 from __future__ import annotations
@@ -303,6 +303,8 @@ class Judge:
         worst, low, high = 0.0, 0.0, math.inf
         for pair in range(self.options.max_pairs + 1):
             given = self._drawn(task)
+            seat.follow()
+            self._of(task).follow()
             if pair % 2:
                 expected, reference = self._expected(task, given)
                 y, seconds = seat.batch(*given)

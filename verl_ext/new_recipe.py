@@ -55,7 +55,7 @@ def NAME_advantage(
     Returns:
         the same [B, T] float32 tensor as advantages and returns.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, index=index)
     r = rows.scores(token_level_rewards)
     group = rows.keys(group_by)

@@ -11,7 +11,7 @@ from vector_cases import assert_expected, case_name, load_cases, row_field, row_
 from verl_ext.methods.dr_mas import dr_mas_advantage, normalised
 from verl_ext.methods.gigpo import gigpo_advantage, step_advantage
 from verl_ext.methods.hgpo import hgpo_advantage
-from verl_ext.methods.observations import similarity_clusters
+from verl_ext.methods.observations import similarity_clusters, step_returns
 from verl_ext.methods.rows import RowFieldError, Rows
 
 STEP_FIELDS = ("traj_uid", "turn_index", "anchor_obs", "turn_reward", "is_action_valid", "valid_row")
@@ -84,10 +84,10 @@ def test_hgpo_vectors(case):
 def check_parts(case, fields, options):
     rewards, _, index = tensors(case)
     rows = Rows(len(index), index=index, **fields)
-    *_, step_return = rows.steps(rewards, gamma=options["gamma"], penalty=0.0)
+    *_, step_return = step_returns(rows, rewards, options["gamma"], 0.0)
     assert_expected(case, "step_return", step_return)
     coefficient = options["invalid_action_penalty_coef"]
-    *_, penalty, target = rows.steps(rewards, gamma=options["gamma"], penalty=coefficient)
+    *_, penalty, target = step_returns(rows, rewards, options["gamma"], coefficient)
     assert_expected(case, "step_return_after_penalty", target)
     scale = {"by_std": options["mode"] == "mean_std_norm", "epsilon": options["epsilon"]}
     if "episode_advantage" in case["expected"]:
@@ -255,5 +255,7 @@ def test_step_methods_name_what_is_missing(method):
     with pytest.raises(ValueError, match="mode='std'"):
         method(*data, **fields, mode="std")
     bad = fields | {"turn_reward": [0.0, float("nan"), 0.0, 0.0]}
-    with pytest.raises(ValueError, match=r"turn_reward is nan in row 1 \(uid a, trajectory t0, turn 1\)"):
+    with pytest.raises(
+        ValueError, match=r"turn_reward' must be .*finite.*, got nan in row 1 \(uid a, trajectory t0, turn 1\)"
+    ):
         method(*data, **bad)

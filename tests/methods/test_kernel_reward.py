@@ -321,7 +321,7 @@ def test_few_turns_are_all_kept(select: Any) -> None:
 
 def test_turns_need_finite_rewards_and_a_count() -> None:
     for call in (lambda rewards: void_turns(rewards, failed=False), lambda rewards: stts_select(rewards, 2)):
-        with pytest.raises(ValueError, match="turn_rewards is nan in row 1"):
+        with pytest.raises(ValueError, match="turn_rewards' must be a finite number, got nan in row 1"):
             call([0.0, np.nan])
     with pytest.raises(OptionError, match="keep=0 must be at least 1"):
         stts_select([1.0], 0)

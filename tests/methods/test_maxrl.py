@@ -64,8 +64,11 @@ def test_the_update_is_the_gradient_of_the_log_likelihood_to_order_n_minus_1(sam
 
 
 def test_negative_rewards_are_refused_by_row():
-    with pytest.raises(ValueError, match=r"token_level_rewards is -0.5 in row 1 \(uid a\).*maxrl divides by the mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"token_level_rewards must be at least 0.* maxrl divides .*, got -0.5 in row 1 \(uid a\)",
+    ):
         advantage([1.0, -0.5], ["a", "a"])
     assert advantage([1.0, 0.0, -0.5], ["a"] * 3, valid_row=[True, True, False]) == [1.0, -1.0, 0.0]
-    with pytest.raises(ValueError, match="token_level_rewards is nan in row 1"):
+    with pytest.raises(ValueError, match="token_level_rewards must be a finite number, got nan in row 1"):
         advantage([1.0, float("nan")], ["a", "a"])

@@ -124,7 +124,7 @@ def test_errors_name_the_field_and_the_remedy():
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "u"])
     with pytest.raises(RowFieldError, match="'traj_uid' has 3 entries for a batch of 2"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "u", "v"], turn_index=[0, 0])
-    with pytest.raises(RowFieldError, match="turn_index.*repeats.*trajectory t"):
+    with pytest.raises(RowFieldError, match="turn_index.*in each row of a trajectory.*trajectory t"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "t"], turn_index=[0, 0])
     with pytest.raises(RowFieldError, match="traj_uid.*entry 1 is None"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", None], turn_index=[0, 0])
@@ -142,9 +142,11 @@ def test_errors_name_the_field_and_the_remedy():
 def test_bad_rewards_name_uid_trajectory_and_turn(bad):
     rewards, mask = tokens([1.0, bad, 0.0])
     fields = {"traj_uid": ["t", "t", "u"], "turn_index": [0, 1, 0]}
-    with pytest.raises(ValueError, match=r"token_level_rewards is .* row 1 \(uid a, trajectory t, turn 1\)"):
+    with pytest.raises(
+        ValueError, match=r"token_level_rewards must be .*finite.* row 1 \(uid a, trajectory t, turn 1\)"
+    ):
         trloo_advantage(rewards, mask, ["a"] * 3, **fields)
-    with pytest.raises(ValueError, match=r"turn_reward is .* row 2 \(uid a, trajectory u, turn 0\)"):
+    with pytest.raises(ValueError, match=r"turn_reward' must be .*finite.* row 2 \(uid a, trajectory u, turn 0\)"):
         trloo_advantage(torch.zeros(3, 2), mask, ["a"] * 3, turn_reward=[0.0, 1.0, bad], **fields)
     advantages, _ = trloo_advantage(rewards, mask, ["a"] * 3, valid_row=[True, False, True], **fields)
     assert torch.isfinite(advantages).all()

@@ -60,7 +60,7 @@ def dr_mas_advantage(
 
     Source: langfengQ/DrMAS, verl/trainer/ppo/core_algos.py and ray_trainer.py.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "agent_id": agent_id}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, is_action_valid=is_action_valid, **fields)
     r = rows.scores(token_level_rewards) - rows.penalty(invalid_action_penalty_coef)

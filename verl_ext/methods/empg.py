@@ -59,7 +59,7 @@ def empg(
     for name, value in (("k", k), ("k_f", k_f), ("zeta", zeta)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
-    batch, _ = check_tokens(advantages, response_mask)
+    batch = check_tokens(advantages, response_mask)
     check_token_field("token_entropy", token_entropy, response_mask)
     index = np.zeros(batch, dtype=np.int64) if index is None else index
     rows = Rows(batch, index=index, traj_uid=traj_uid, turn_index=turn_index, valid_row=valid_row)

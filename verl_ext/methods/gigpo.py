@@ -18,7 +18,7 @@ import torch
 
 from verl_ext.methods.dr_mas import normalised, normalised_trajectories
 from verl_ext.methods.groups import Column, Segments, joint_ids
-from verl_ext.methods.observations import similarity_clusters, texts
+from verl_ext.methods.observations import similarity_clusters, step_returns, texts
 from verl_ext.methods.options import Discount, GroupBy, NotNegative, Positive, checked, positive
 from verl_ext.methods.rows import Advantage, Rows, check_tokens
 
@@ -69,11 +69,11 @@ def gigpo_advantage(
 
     Source: langfengQ/verl-agent, gigpo/core_gigpo.py.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
     fields |= {"anchor_obs": anchor_obs, "is_action_valid": is_action_valid}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
-    trajectory, turn, penalty, Y = rows.steps(token_level_rewards, gamma=gamma, penalty=invalid_action_penalty_coef)
+    trajectory, turn, penalty, Y = step_returns(rows, token_level_rewards, gamma, invalid_action_penalty_coef)
     S = rows.scores(token_level_rewards) - penalty
 
     group, by_std = rows.keys(group_by), mode == "mean_std_norm"

@@ -75,25 +75,19 @@ def value_ids(column: Column) -> np.ndarray:
     if isinstance(column, torch.Tensor):
         column = to_numpy(column)
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biu":
-        return compact_ids(column)
-    entries = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else column
+        return np.unique(column, return_inverse=True)[1].reshape(-1)
     number: dict[Any, int] = {}
-    ids = [number.setdefault(value_key(entry), len(number)) for entry in entries]
+    ids = [number.setdefault(value_key(entry), len(number)) for entry in column]
     if None in number:
         raise ValueError(f"entry {ids.index(number[None])} is None")
     return np.array(ids, dtype=np.int64)
 
 
-def compact_ids(codes: np.ndarray) -> np.ndarray:
-    """Relabel whole numbers to contiguous ids 0..K-1 that keep their order."""
-    return np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)
-
-
 def joint_ids(*ids: np.ndarray) -> np.ndarray:
-    """One contiguous id column of several, each [B]: rows share an id when they agree in every column."""
-    joint = compact_ids(ids[0])
-    for other in ids[1:]:
-        joint = compact_ids(joint * (other.max(initial=0) + 1) + other)
+    """One id column 0..K-1 of several, each [B] of numbers from 0: rows share an id when they agree in all of them."""
+    joint = np.zeros_like(ids[0])
+    for other in ids:
+        joint = value_ids(joint * (other.max(initial=0) + 1) + other)
     return joint
 
 

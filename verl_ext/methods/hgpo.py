@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from verl_ext.methods.groups import Column, Segments
-from verl_ext.methods.observations import history_groups
+from verl_ext.methods.observations import history_groups, step_returns
 from verl_ext.methods.options import Count, Discount, GroupBy, NotNegative, Positive, checked
 from verl_ext.methods.rows import Advantage, Rows, check_tokens
 
@@ -75,11 +75,11 @@ def hgpo_advantage(
 
     Source: langfengQ/verl-agent, recipe/hgpo/core_hgpo.py.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
     fields |= {"anchor_obs": anchor_obs, "is_action_valid": is_action_valid}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
-    trajectory, turn, penalty, Y = rows.steps(token_level_rewards, gamma=gamma, penalty=invalid_action_penalty_coef)
+    trajectory, turn, penalty, Y = step_returns(rows, token_level_rewards, gamma, invalid_action_penalty_coef)
     group = rows.keys(group_by)
     levels = history_groups(rows.ids("anchor_obs"), trajectory, turn, group, history_length + 1)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from verl_ext.methods.returns import token_reward_to_go
 from verl_ext.methods.rows import check_token_field
 
 DIRECTIONS = ("reverse", "forward")
@@ -127,7 +126,7 @@ def hybrid_imitation_terms(
     token = response_mask.bool()
     dense = torch.where(token, kl, 0.0)
     now = dense.detach().double()
-    ahead = token_reward_to_go(now) - now if future_kl else torch.zeros_like(now)
+    ahead = now.flip(-1).cumsum(-1).flip(-1) - now if future_kl else torch.zeros_like(now)
     cost = torch.where(token, ahead - imitation_lambda * advantages.detach().double(), 0.0)
     log_ratio = torch.where(token, log_prob - old_log_prob, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return dense, cost.to(log_prob.dtype) * log_ratio.exp()

@@ -43,15 +43,11 @@ def maxrl_advantage(
 
     Source: arXiv 2602.02710.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, index=index, traj_uid=traj_uid)
     r = rows.scores(token_level_rewards)
-    if (r < 0).any():
-        row = int(np.argmax(r < 0))
-        raise ValueError(
-            f"token_level_rewards is {r[row]} in {rows.where(row)}; maxrl divides by the mean reward of a prompt, so "
-            "rewards must be at least 0. Shift them, and leave algorithm.use_kl_in_reward and length penalties out."
-        )
+    what = "at least 0, since maxrl divides by their mean (shift them, without KL or length penalties in the reward)"
+    rows.refuse("token_level_rewards", what, r, r < 0)
     group = rows.keys(group_by)
     trajectory = rows.trajectories() if "traj_uid" in rows else np.arange(len(r))
     sample, r, group_of_sample = trajectory_means(r, group, trajectory)

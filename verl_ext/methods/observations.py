@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of steps by what was observed: equal histories (HGPO) and similar texts (GiGPO, `enable_similarity`)."""
+"""Rows as steps: their returns, and groups of equal histories (HGPO) and similar texts (GiGPO, `enable_similarity`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ import difflib
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from verl_ext.methods.groups import joint_ids
-from verl_ext.methods.returns import chronology
+from verl_ext.methods.returns import chronology, turn_returns
 from verl_ext.methods.rows import RowFieldError, Rows
+
+
+def step_returns(
+    rows: Rows, token_level_rewards: torch.Tensor, gamma: float, penalty: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Trajectory ids, turn indices, penalties and penalised returns Y = R - penalty of the rows as steps, each [V].
+
+    R discounts `turn_reward`, or the row score of single-turn data, which has neither it nor trajectories. The
+    penalty, `penalty` where the action is invalid, comes after discounting: no earlier step pays for it.
+    """
+    single_turn = not any(name in rows for name in ("turn_reward", "traj_uid", "turn_index"))
+    reward = rows.scores(token_level_rewards) if single_turn else rows.floats("turn_reward")
+    penalties = rows.penalty(penalty)
+    trajectory, turn = rows.turns()
+    return trajectory, turn, penalties, turn_returns(reward, trajectory, turn, gamma=gamma) - penalties
 
 
 def history_groups(

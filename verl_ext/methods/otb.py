@@ -22,7 +22,6 @@ from torch import Tensor
 
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import GroupBy, NotNegative, checked
-from verl_ext.methods.returns import token_reward_to_go
 from verl_ext.methods.rows import Advantage, Rows, check_token_field, check_tokens, on_model_tokens
 
 #: Elements that are worked on at once: memory beyond the outputs is some ten float64 tensors of this size.
@@ -68,7 +67,7 @@ def otb_advantage(
 
     Source: arXiv 2602.07078; verl 0.9.1, verl/trainer/ppo/core_algos.py, (tir_)optimal_token_baseline.
     """
-    batch, length = check_tokens(token_level_rewards, response_mask)
+    batch, length = check_tokens(token_level_rewards, response_mask), response_mask.shape[1]
     fields = {"old_log_probs": old_log_probs, "sum_pi_squared": sum_pi_squared}
     if rollout_is_weights is not None:
         fields["rollout_is_weights"] = rollout_is_weights
@@ -89,7 +88,7 @@ def otb_advantage(
         if rho:
             w = w * rho[0] ** 2
         W = w.cumsum(-1) * m
-        G = token_reward_to_go(r) * m
+        G = r.flip(-1).cumsum(-1).flip(-1) * m
         B = _baseline(G, W, m, alignment, baseline, handle_zero_tail, epsilon)
         advantages[at], returns[at] = A, G = ((G - B) * m).float(), G.float()
         if not torch.isfinite(A.sum(dtype=torch.float64) + G.sum(dtype=torch.float64)):

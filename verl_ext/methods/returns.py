@@ -63,8 +63,3 @@ def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.
     regressed = np.empty(order.size, dtype=bool)
     regressed[order] = (before > before[np.arange(order.size) - place]) & ~positive
     return regressed
-
-
-def token_reward_to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """Undiscounted reward-to-go along the last dimension, G_t = sum over j >= t of r_j, in the dtype of `rewards`."""
-    return rewards.flip(-1).cumsum(-1).flip(-1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl_ext.methods.groups import LARGEST_EXACT, Column, joint_ids, to_numpy, value_ids
-from verl_ext.methods.returns import chronology, turn_returns
+from verl_ext.methods.returns import chronology
 
 #: Fields that say where a row is, in error messages.
 LABELS = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
@@ -33,12 +33,11 @@ class MissingFieldError(RowFieldError):
         )
 
 
-def check_tokens(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> tuple[int, int]:
-    """(B, T), or ValueError unless both are [B, T] tensors."""
+def check_tokens(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> int:
+    """B, or ValueError unless both are [B, T] tensors."""
     if token_level_rewards.ndim != 2:
         raise ValueError(f"token_level_rewards must be [B, T], got shape {tuple(token_level_rewards.shape)}")
-    check_token_field("token_level_rewards", token_level_rewards, response_mask)
-    return int(token_level_rewards.shape[0]), int(token_level_rewards.shape[1])
+    return len(check_token_field("token_level_rewards", token_level_rewards, response_mask))
 
 
 def check_token_field(name: str, tokens: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -87,7 +86,6 @@ class Rows:
         self.batch, self.kept = batch, np.arange(batch)
         given = {**(row_fields or {}), **fields, "valid_row": valid_row}
         self._columns = {name: self._array(name, column) for name, column in given.items() if column is not None}
-        self._ids: dict[str, np.ndarray] = {}
         if valid_row is not None:
             self.keep(self.bools("valid_row"))
 
@@ -104,7 +102,6 @@ class Rows:
         if not chosen.all():
             self.kept = self.kept[chosen]
             self._columns = {name: column[chosen] for name, column in self._columns.items()}
-            self._ids.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -130,18 +127,15 @@ class Rows:
         return array
 
     def refuse(self, name: str, what: str, values: Sequence[Any] | np.ndarray, wrong: np.ndarray) -> None:
-        """RowFieldError that says `what` the column must be and names the first of the valid rows that is `wrong`."""
+        """RowFieldError that says `what` must be in each row and names the first of the valid rows that is `wrong`."""
         if wrong.any():
             row = int(np.argmax(wrong))
             value = values[row].item() if isinstance(values, np.ndarray) else values[row]
-            raise RowFieldError(f"row field '{name}' must be {what}, got {value!r} in {self.where(row)}")
+            name = f"row field '{name}'" if name in self else name
+            raise RowFieldError(f"{name} must be {what}, got {value!r} in {self.where(row)}")
 
     def _finite(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The values, [V]; ValueError names the first row where there is none or an infinite one."""
-        finite = np.isfinite(values)
-        if not finite.all():
-            row = int(np.argmin(finite))
-            raise ValueError(f"{name} is {values[row]} in {self.where(row)}; rewards must be finite numbers")
+        self.refuse(name, "a finite number", values, ~np.isfinite(values))
         return values
 
     def floats(self, name: str) -> np.ndarray:
@@ -180,12 +174,10 @@ class Rows:
     def ids(self, name: str) -> np.ndarray:
         """Group ids by value of a column, [V] int64; RowFieldError names the field when an entry cannot be compared."""
         column = self.column(name)
-        if name not in self._ids:
-            try:
-                self._ids[name] = value_ids(column)
-            except (TypeError, ValueError) as error:
-                raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
-        return self._ids[name]
+        try:
+            return value_ids(column)
+        except (TypeError, ValueError) as error:
+            raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
 
     def keys(self, group_by: Sequence[str]) -> np.ndarray:
         """Joint group ids of the row fields in `group_by`, [V] int64; MissingFieldError where one is not there."""
@@ -205,27 +197,11 @@ class Rows:
             self._columns["turn_index"] = np.zeros(len(self.kept), dtype=np.int64)
         trajectory, turn = self.trajectories(), self.ints("turn_index")
         order, place = chronology(trajectory, turn)
-        again = order[1:][(place[1:] > 0) & (np.diff(turn[order]) == 0)]
-        if again.size:
-            raise RowFieldError(
-                f"row field 'turn_index' repeats in {self.where(again[0])}; number the rows of a trajectory "
-                "chronologically, all agents counted, and mark copies with valid_row False"
-            )
+        again = np.zeros(len(turn), dtype=bool)
+        again[order[1:]] = (place[1:] > 0) & (np.diff(turn[order]) == 0)
+        what = "another number in each row of a trajectory, in time's order over all agents (copies: valid_row False)"
+        self.refuse("turn_index", what, turn, again)
         return trajectory, turn
-
-    def steps(
-        self, token_level_rewards: torch.Tensor, *, gamma: float, penalty: float
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Trajectory ids, turn indices, penalties and penalised returns Y = R - penalty of the rows as steps, each [V].
-
-        R discounts `turn_reward`, or the row score of single-turn data, which has neither it nor trajectories. The
-        penalty, `penalty` where the action is invalid, comes after discounting: no earlier step pays for it.
-        """
-        single_turn = not {"turn_reward", "traj_uid", "turn_index"} & self._columns.keys()
-        reward = self.scores(token_level_rewards) if single_turn else self.floats("turn_reward")
-        penalties = self.penalty(penalty)
-        trajectory, turn = self.turns()
-        return trajectory, turn, penalties, turn_returns(reward, trajectory, turn, gamma=gamma) - penalties
 
     def where(self, row: int) -> str:
         """Words for the row at position `row` of the valid rows: its batch position, uid, trajectory and turn."""
@@ -261,10 +237,8 @@ class Advantage:
         cls, values: np.ndarray, response_mask: torch.Tensor, rows: Rows, groups: np.ndarray, **details: Any
     ) -> Advantage:
         """One value a sample, [V] float64, on all model tokens of its row; returns are the same tensor."""
-        fits = np.abs(values) <= np.finfo(np.float32).max
-        if not fits.all():
-            row = int(np.argmin(fits))
-            raise ValueError(f"the advantage {values[row]!r} of {rows.where(row)} is beyond float32; scale the rewards")
+        beyond = ~(np.abs(values) <= np.finfo(np.float32).max)
+        rows.refuse("the advantage", "within float32 (scale the rewards)", values, beyond)
         batch = torch.zeros(rows.batch, 1)
         batch[torch.from_numpy(rows.kept), 0] = torch.from_numpy(values.astype(np.float32))
         tokens = (batch.to(response_mask.device) * response_mask.detach()).to(torch.float32)

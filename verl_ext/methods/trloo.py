@@ -60,7 +60,7 @@ def trloo_advantage(
 
     Source: arXiv 2602.05885; hkust-nlp/KernelGYM, drkernel/kernel/kernel_trainer.py.
     """
-    batch, _ = check_tokens(token_level_rewards, response_mask)
+    batch = check_tokens(token_level_rewards, response_mask)
     fields = {"index": index, "traj_uid": traj_uid, "turn_index": turn_index, "turn_reward": turn_reward}
     rows = Rows(batch, valid_row=valid_row, row_fields=row_fields, **fields)
     trajectory, turn = rows.turns()

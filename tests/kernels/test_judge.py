@@ -151,6 +151,62 @@ def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) ->
     assert "No kernel of yours changes the result" in feedback(verdict, "triton")
 
 
+LINES = '''"""A language of a user's: a line for each kernel, the stages that it does."""
+
+from verl_ext.kernels.languages import CandidateError, Program
+from verl_ext.kernels.player import launcher
+
+HOW = "Write in one fenced block, for each kernel, a line: times or plus."
+CODE = {"times": "y[i] = x[i] * a[i % C];", "plus": "y[i] = x[i] + b[i % C];"}
+HEAD = "void {}(const float *x, const float *a, const float *b, float *y, long R, long C) "
+
+
+def read(code):
+    words = code.split()
+    if unknown := [word for word in words if word not in CODE]:
+        raise CandidateError("no_code", f"no such kernel: {unknown[0]}")
+    bodies = [(HEAD.format(w) + "{{ for (long i = 0; i < R * C; i++) {{ {} }} }}").format(CODE[w]) for w in set(words)]
+    return Program("lines", "\\n".join(bodies), {"lines": words}, " ".join(words))
+
+
+def program(plan, library, names, lost):
+    kernels = {name: launcher(library, name, name in lost) for name in names}
+
+    def run(x, a, b, y):
+        for line in plan["lines"]:
+            kernels[line](x, a, b, y, *x.shape)
+            x = y
+
+    return run
+'''
+
+
+def test_a_language_is_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_languages").mkdir()
+    (tmp_path / "my_languages" / "lines.py").write_text(LINES, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    name, task = "my_languages.lines", Task.of("mul add")
+    assert "a line: times or plus" in prompt(task, name)
+    with Judge(dataclasses.replace(QUICK, language=name)) as own:
+        right = own.evaluate(task, "```\ntimes\nplus\n```")
+        assert right.status == "right" and right.speedup > 0 and right.coverage > 0.5 and not right.decoy, right
+        assert {"times", "plus"} <= set(right.profile)
+        assert own.evaluate(task, "plus").status == "wrong"
+        assert own.evaluate(task, "minus").error == "no such kernel: minus"
+        assert own.evaluate(task, "krve mul add", "fuse").status == "right"
+    with Judge(QUICK) as other, pytest.raises(ValueError, match=r"not made for the language my_languages\.lines"):
+        other.evaluate(task, "plus", name)
+    assert KernelOptions(language=name).backend == "c"
+    with pytest.raises(ValueError, match=r"takes the language triton, not my_languages\.lines"):
+        KernelOptions(language=name, backend="triton")
+    with pytest.raises(ValueError, match="choose one of fuse, c, python, triton, or name a module of yours"):
+        JudgeOptions("lines")
+    with pytest.raises(ValueError, match=r"my_languages\.none', which cannot be imported"):
+        JudgeOptions("my_languages.none")
+    with pytest.raises(ValueError, match=r"json\.decoder', a module that lacks HOW"):
+        JudgeOptions("json.decoder")
+
+
 @pytest.mark.seconds
 def test_one_that_ends_with_a_word_of_the_judge_unread_is_to_blame(judge: Judge) -> None:
     ends = "import os, time\ndef end(*_):\n    time.sleep(0.5)\n    os._exit(0)\nos.read = end\nclass ModelNew:"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.kernels.languages import BACKENDS, LANGUAGES, missing
+from verl_ext.kernels.languages import BACKENDS, LANGUAGES, check_backend, missing, module
 from verl_ext.overrides import Failure, UsageError, positive
 from verl_ext.sandbox import CageError
 
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 PROBLEM = "or a problem in KernelBench's form: FILE.py, or FILE.parquet:NAME of `reproduce prepare`"
 JUDGE = ("pairs", "max_pairs", "looks")
 """The judge's options that `bench` takes."""
+NAMES = f"{', '.join(LANGUAGES)}, or a module"
+
+
+def _language(name: str) -> str:
+    try:
+        module(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +45,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--memory-mb", type=positive, default=1024, help="that a player may allocate (default: %(default)s)"
     )
-    one.add_argument("--language", choices=LANGUAGES, default="fuse", help="of the answer (default: %(default)s)")
+    one.add_argument(
+        "--language", type=_language, default="fuse", help=f"of the answer: {NAMES} (default: %(default)s)"
+    )
     one.add_argument("--backend", choices=BACKENDS, help="for triton: triton_interpret (default), or triton, a GPU")
     one.add_argument("--json", action="store_true", help="the verdict as JSON")
     one.set_defaults(do=_evaluate)
@@ -59,11 +70,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     speed.set_defaults(do=_bench)
     data = actions.add_parser("data", help="write train.parquet and val.parquet of the task fuse")
     data.add_argument("--out", type=Path, required=True, help="folder to write")
-    data.add_argument("--language", choices=LANGUAGES, default="fuse", help="asked for (default: %(default)s)")
+    data.add_argument("--language", type=_language, default="fuse", help=f"asked for: {NAMES} (default: %(default)s)")
     data.set_defaults(do=_data)
     scaling = actions.add_parser("stts", help="Fast@p of validation by turns, and what each rule of STTS would keep")
     scaling.add_argument("dump", type=Path, help="<step>.jsonl of trainer.validation_data_dir")
-    scaling.add_argument("--language", choices=LANGUAGES, default="fuse", help="of the answers (default: %(default)s)")
+    scaling.add_argument(
+        "--language", type=_language, default="fuse", help=f"of the answers: {NAMES} (default: %(default)s)"
+    )
     scaling.add_argument("--window", type=positive, default=4, help="turns that are kept (default: %(default)s)")
     scaling.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     scaling.set_defaults(do=_stts)
@@ -105,11 +118,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     try:
         task = _task(args.task)
         text = sys.stdin.read() if str(args.file) == "-" else args.file.read_text(encoding="utf-8")
+        if args.backend:
+            check_backend(args.backend, args.language)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    if args.backend and args.language not in BACKENDS[args.backend]:
-        raise UsageError(f"--backend {args.backend} takes --language {' or '.join(BACKENDS[args.backend])}")
-    with Judge(JudgeOptions(memory_mb=args.memory_mb, backend=args.backend or "c")) as judge:
+    with Judge(JudgeOptions(args.language, args.backend or "c", memory_mb=args.memory_mb)) as judge:
         try:
             verdict = judge.evaluate(task, text, args.language)
         except ValueError as error:
@@ -135,12 +148,13 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _stts(args: argparse.Namespace) -> int:
     from verl_ext.kernels import stts
     from verl_ext.kernels.judge import Judge
+    from verl_ext.kernels.options import JudgeOptions
 
     try:
         trajectories = stts.read(args.dump)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    with Judge() as judge:
+    with Judge(JudgeOptions(args.language)) as judge:
         found = stts.scaling(trajectories, judge, args.language, args.window)
     for line in stts.table(found):
         print(line)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from verl_ext.kernels.judge import Verdict
+from verl_ext.kernels.languages import module
 from verl_ext.kernels.tasks import COLUMNS, ROWS, Task
 
 ERROR_CHARS = 600
@@ -47,7 +48,7 @@ def prompt(task: Task, language: str) -> str:
         return f"Make this module faster.\n```python\n{task.code.strip()}\n```\n{_PROBLEM[language]} {_WEIGHTS}"
     return (
         f"Make this faster. x is [{ROWS}, {COLUMNS}] float32, a and b are [{COLUMNS}]; the stages are done one after "
-        f"the other, each on all of x: {task.text}\n{_HOW[language]}"
+        f"the other, each on all of x: {task.text}\n{_HOW[language] if language in _HOW else module(language).HOW}"
     )
 
 

@@ -121,15 +121,17 @@ class Judge:
         if not self.compiler:
             raise Infrastructure("there is no gcc with binutils here; install both (Debian: apt install gcc)")
         self.scratch: tempfile.TemporaryDirectory[str] | None = None
-        module = "verl_ext.kernels.player"
+        modules = ["verl_ext.kernels.player"]
         self.on_device = self.options.backend == "triton"
         if self.on_device:
             if lacks := self.device_seat.device.lacks():
                 raise Infrastructure(f"the backend triton: {lacks}")
-            self.seat, module = self.device_seat, self.device_seat.target.partition(":")[0]
+            self.seat, modules = self.device_seat, [self.device_seat.target.partition(":")[0]]
             self.scratch = tempfile.TemporaryDirectory(prefix="verl_ext_kernels_", ignore_cleanup_errors=True)
         limits = Limits(workers=REFERENCES + 16, memory_mb=self.options.memory_mb, patience=PATIENCE)
-        self.sandbox = Sandbox(limits, cage, modules=[module], scratch=self.scratch.name if self.scratch else "")
+        if languages.module(self.options.language):
+            modules.append(self.options.language)
+        self.sandbox = Sandbox(limits, cage, modules=modules, scratch=self.scratch.name if self.scratch else "")
         self.shape = (self.options.batch, ROWS, COLUMNS)
         self._references: dict[str, Seat] = {}
         self._described: dict[str, dict[str, Any]] = {}
@@ -162,15 +164,17 @@ class Judge:
 
         Raises:
             Infrastructure: there is none, and the candidate is not to blame.
-            ValueError: the back end triton does not take the language.
+            ValueError: the back end triton does not take the language, or a module's is not that of the options.
         """
         began, library, name = time.monotonic(), None, f"verl_ext_{secrets.token_hex(8)}"
         try:
             language = language or self.options.language
             if lacks := languages.missing(language):
                 raise Infrastructure(lacks)
-            if self.on_device and language not in languages.BACKENDS["triton"]:
-                raise ValueError(f"the backend triton takes the language triton, not {language}")
+            if self.on_device:
+                languages.check_backend("triton", language)
+            if languages.module(language) and language != self.options.language:
+                raise ValueError(f"this judge is not made for the language {language}; say it in its options")
             if self.on_device and task.code:
                 raise ValueError("the backend triton takes chains of stages, no problems; take triton_interpret or c")
             program = languages.read(text, language, task)

@@ -3,6 +3,12 @@
 
 A `Program` is C source for the compiler and a plan for the player. Nothing here runs what the model wrote. The C is
 compiled as text that is preprocessed already, and without strings: it can include, embed and assemble nothing.
+
+A language of your own is a module, whose dotted name is the language's:
+
+    HOW: str                                              what a prompt says of it
+    read(code) -> Program                                 C, and a plan; a CandidateError if it is no program
+    program(plan, library, names, lost) -> player.Run     what is done with one input; called in the cage
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import re2
@@ -43,7 +49,7 @@ class Program:
     """A candidate, read.
 
     Attributes:
-        language: one of `LANGUAGES`.
+        language: one of `LANGUAGES`, or a module's name.
         source: C for the compiler; empty if there is none.
         plan: for the player, as JSON can hold it.
         key: the program in a form that does not depend on spaces, for the cache.
@@ -60,15 +66,14 @@ def read(text: str, language: str, task: Task) -> Program:
 
     Args:
         text: what the model wrote: but for `fuse` the last fenced block of it, or all of it if there is none.
-        language: one of `LANGUAGES`.
+        language: one of `LANGUAGES`, or a module's name.
         task: for the reference, which is the plan "all in torch".
 
     Raises:
         CandidateError: there is no program in it.
         ValueError: no such language.
     """
-    if language not in LANGUAGES:
-        raise ValueError(f"language is {language!r}; choose one of {', '.join(LANGUAGES)}")
+    own = module(language)
     if task.code and language not in ("python", "triton"):
         raise ValueError(f"{task.name} is a problem in KernelBench's form, for the languages python and triton")
     if len(text) > MAX_CHARS:
@@ -79,7 +84,41 @@ def read(text: str, language: str, task: Task) -> Program:
     code = blocks[-1] if blocks else text
     if not code.strip():
         raise CandidateError("no_code", "the answer holds no code")
+    if own:
+        found = own.read(code)
+        return replace(found, language=language, plan={**found.plan, "module": language})
     return {"c": _c, "python": _python, "triton": _triton}[language](code)
+
+
+def module(language: str) -> Any:
+    """The module of a language of your own; None for one of `LANGUAGES`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if language in LANGUAGES:
+        return None
+    if "." not in language:
+        raise ValueError(f"language is {language!r}; choose one of {', '.join(LANGUAGES)}, or name a module of yours")
+    try:
+        own = importlib.import_module(language)
+    except ImportError as error:
+        raise ValueError(f"language is {language!r}, which cannot be imported: {error}") from error
+    for name in ("HOW", "read", "program"):
+        if not hasattr(own, name):
+            raise ValueError(f"language is {language!r}, a module that lacks {name}")
+    return own
+
+
+def check_backend(backend: str, language: str) -> None:
+    """Refuse a language that a back end does not take: a module's is for `c`.
+
+    Raises:
+        ValueError: says which it takes.
+    """
+    if language not in BACKENDS[backend] and not (backend == "c" and module(language)):
+        takes = " or ".join(BACKENDS[backend])
+        raise ValueError(f"backend {backend} takes the language {takes}, not {language}; change one of the two")
 
 
 def missing(language: str) -> str:

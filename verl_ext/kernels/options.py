@@ -12,7 +12,7 @@ import numpy as np
 from verl_ext.integration.options import OptionError, dataclass_of, read, select
 from verl_ext.kernels import compiler, coverage
 from verl_ext.kernels.cuda import Cuda
-from verl_ext.kernels.languages import BACKENDS, LANGUAGES, missing
+from verl_ext.kernels.languages import BACKENDS, check_backend, missing, module
 from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.sandbox import check
 
@@ -27,7 +27,7 @@ class JudgeOptions:
     """How a candidate is judged.
 
     Attributes:
-        language: what the model writes: ``fuse``, ``c``, ``python`` or ``triton``.
+        language: what the model writes: ``fuse``, ``c``, ``python``, ``triton``, or a module's name (see `languages`).
         backend: what kernels are made for: ``c`` (gcc, this machine's processor), or for the language ``triton``
             ``triton_interpret``, which says what is right and pays no speed, or ``triton``: a GPU with CUDA.
         tolerance: largest error of an output, relative to its own size plus the root mean square of all of them.
@@ -57,8 +57,7 @@ class JudgeOptions:
     memory_mb: int = 1024
 
     def __post_init__(self) -> None:
-        if self.language not in LANGUAGES:
-            raise ValueError(f"language is {self.language!r}; choose one of {', '.join(LANGUAGES)}")
+        module(self.language)
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; this version has {', '.join(BACKENDS)}")
         for name, least in (("batch", 1), ("pairs", 3), ("looks", 10), ("compile_s", 1), ("memory_mb", 64)):
@@ -132,11 +131,7 @@ class KernelOptions(JudgeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.language not in BACKENDS[self.backend]:
-            raise ValueError(
-                f"backend {self.backend} takes the language {' or '.join(BACKENDS[self.backend])}, not "
-                f"{self.language}; set {KEY}.language or {KEY}.backend"
-            )
+        check_backend(self.backend, self.language)
         for name, least in (("max_turns", 1), ("workers", 0), ("max_pending", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")

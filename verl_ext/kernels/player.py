@@ -8,6 +8,7 @@ its wire it reads one byte for each batch and writes one when it is done. Nothin
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -84,6 +85,8 @@ def serve(
 
 def program(plan: dict[str, Any], library: ctypes.CDLL | None, names: Sequence[str], lost: Sequence[str]) -> Run:
     """What is done with one input: ``run(x, a, b, y)`` writes y."""
+    if "module" in plan:
+        return importlib.import_module(plan["module"]).program(plan, library, names, lost)
     kernels = {name: launcher(library, name, name in lost) for name in names}
     if "entry" in plan:
         entry = kernels[plan["entry"]]

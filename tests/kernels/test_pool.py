@@ -63,21 +63,72 @@ def test_runs_that_share_a_folder_share_verdicts(tmp_path: Path) -> None:
     assert later.get("x") == {"status": "right"} and later.get("y") == {"status": "wrong"} and later.get("z") is None
 
 
-@pytest.mark.slow
-def test_a_killed_worker_costs_nobody_a_verdict_and_comes_back(pool: Pool) -> None:
-    async def killed() -> object:
-        (pid,) = await pool.broker.processes.remote()
-        waits = asyncio.create_task(pool.evaluate(TASK, "krve mul;krve add relu"))
-        os.kill(pid, signal.SIGKILL)
-        return await waits
+def children(pid: int) -> dict[int, str]:
+    """Pids and commands of a process's children."""
+    found = [
+        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+    ]
+    return {one: Path(f"/proc/{one}/cmdline").read_text().replace("\0", " ") for one in found}
 
-    verdict = asyncio.run(killed())
-    assert verdict.status == "right"  # type: ignore[attr-defined]
-    assert figures(pool)["workers"] == 1
+
+def zygote(worker: int) -> int:
+    (pid,) = [pid for pid, command in children(worker).items() if "-s -c" in command]
+    return pid
+
+
+#: Whom to kill, given the worker (0: the moment has not come), and a program that is not known yet.
+VICTIMS = {
+    "worker, idle": (lambda worker: worker, "krve mul;krve add relu"),
+    "worker, compiling": (
+        lambda worker: worker * any("gcc" in one for one in children(worker).values()),
+        "krse mul add relu",
+    ),
+    "worker, measuring": (lambda worker: worker * (len(children(zygote(worker))) > 1), "krve mul add;krve relu"),
+    "zygote, idle": (lambda worker: zygote(worker), "krse mul;krve add relu"),
+    "zygote, measuring": (
+        lambda worker: zygote(worker) * (len(children(zygote(worker))) > 1),
+        "krve mul;krse add relu",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", VICTIMS)
+def test_what_is_killed_costs_nobody_a_verdict_and_comes_back(pool: Pool, moment: str) -> None:
+    victim, text = VICTIMS[moment]
+
+    async def killed() -> object:
+        (worker,) = await pool.broker.processes.remote()
+        before = figures(pool).get("judged", 0)
+        if "idle" in moment:
+            os.kill(victim(worker), signal.SIGKILL)
+        waits = asyncio.create_task(pool.evaluate(TASK, text))
+        while "idle" not in moment and not waits.done():
+            await asyncio.sleep(0)
+            if pid := victim(worker):
+                os.kill(pid, signal.SIGKILL)
+                break
+        assert not waits.done(), "the moment was missed"
+        return await waits, before
+
+    verdict, before = asyncio.run(killed())
+    assert verdict.status == "right"
+    said = figures(pool)
+    assert said["workers"] == 1 and said["judged"] == before + 1 and "infra" not in said
+    (later,) = asyncio.run(several(pool, [text.replace("r", "c", 1)]))
+    assert later.status == "right"  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 def test_a_lost_broker_is_made_again(pool: Pool) -> None:
+    async def killed() -> object:
+        waits = asyncio.create_task(pool.evaluate(TASK, "krse mul;krse add relu"))
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        ray.kill(pool.broker)
+        return await waits
+
+    assert asyncio.run(killed()).status == "right"  # type: ignore[attr-defined]
     ray.kill(pool.broker)
     (verdict,) = asyncio.run(several(pool, ["krve mul add relu"]))
     assert verdict.status == "right"  # type: ignore[attr-defined]

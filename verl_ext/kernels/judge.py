@@ -141,12 +141,15 @@ class Judge:
 
     def close(self) -> None:
         """End its processes."""
-        for seat in self._references.values():
-            seat.close()
-        self._references.clear()
+        self._forget()
         self.sandbox.close()
         if self.scratch:
             self.scratch.cleanup()
+
+    def _forget(self) -> None:
+        for seat in self._references.values():
+            seat.close()
+        self._references.clear()
 
     def __enter__(self) -> Judge:
         return self
@@ -185,6 +188,9 @@ class Judge:
             verdict = Verdict(error.status, error=error.text)
         except OSError as error:
             raise Infrastructure(f"{type(error).__name__}: {error}") from error
+        except Infrastructure:
+            self._forget()  # what ended one may have ended all: a later evaluation must not find it out anew
+            raise
         finally:
             if library is not None:
                 library.close()

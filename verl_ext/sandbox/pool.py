@@ -250,7 +250,8 @@ class Sandbox:
             if said.endswith(b"\n"):
                 return json.loads(said)
             if self._zygote is zygote:
-                why = f"{why}: {self._end_zygote()}"
+                said_last = self._end_zygote()
+                why = f"{why}: {said_last}" if said_last else why
                 logger.warning("sandbox: %s; its calls begin again, if they have not before", why)
         raise SandboxError("refused", why)
 

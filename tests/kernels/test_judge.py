@@ -57,6 +57,12 @@ class ModelNew:
         return y
 ```'''
 
+DEEP = C.replace(
+    "void kernel",
+    "static long deep(volatile long n) { volatile char big[4096]; big[n % 4096] = 1; return deep(n + 1) + big[0]; }\n"
+    "void kernel",
+).replace("{\n    for", "{\n    y[0] = deep(0);\n    for", 1)
+
 TRITON = """```python
 import torch, triton
 from triton import language as tl
@@ -121,6 +127,21 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
         ("python", PYTHON.replace("return y", "import missing_module"), "error"),
         ("python", PYTHON.replace("ModelNew", "ModelOld"), "no_code"),
         ("python", PYTHON.replace("return y", "return ("), "no_code"),
+        ("c", C.replace("{\n    for", "{\n    __builtin_trap();\n    for", 1), "crashed"),
+        ("c", DEEP, "crashed"),
+        ("c", C.replace("void kernel", "char big[1L << 40] = {1};\nvoid kernel", 1), "compile_error"),
+        ("c", C.replace("void kernel", "int big[] = {[1 << 28] = 1};\nvoid kernel", 1), "compile_error"),
+        ("c", C.replace("v > 0", "(" + "w + " * 10_000 + "1)"), "compile_error"),
+        ("python", PYTHON.replace("return y", "os = __import__('os'); os.abort()"), "crashed"),
+        ("python", PYTHON.replace("return y", "return (f := lambda: f())()"), "error"),
+        ("python", PYTHON.replace("return y", "os = __import__('os')\n        while True: os.fork()"), "error"),
+        ("python", PYTHON.replace("return y", "raise ValueError('x' * 10**8)"), "error"),
+        ("python", PYTHON.replace("return y", "open('/tmp/verl_ext_big', 'wb').write(b'x' * 10**9)"), "error"),
+        ("python", PYTHON.replace("return y", "while True: print('x' * 1000, file=__import__('sys').stderr)"), "error"),
+        ("python", PYTHON.replace("return y", "return y * float('nan')"), "wrong"),
+        ("python", PYTHON.replace("return y", "return y.int()"), "wrong"),
+        ("python", PYTHON.replace("return y", "return y.to('meta')"), "error"),
+        ("python", PYTHON.replace("return y", "return None"), "error"),
         ("triton", TRITON.replace("positive(v), mask", "v, mask"), "wrong"),
         ("triton", TRITON.replace("return y", "return y.cuda()"), "error"),
         ("triton", TRITON.replace("tl.maximum", "tl.maximal"), "error"),
@@ -135,6 +156,15 @@ def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, languag
     assert not verdict.correct and verdict.speedup == verdict.coverage == 0.0 and verdict.error
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the reference's player, once
     assert judge.evaluate(TASK, "krve mul add relu", "fuse").correct
+
+
+def test_the_compilers_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of processor time, however long the clock would let it: the limit is the shell's."""
+    monkeypatch.setattr(compiler, "PATIENCE", 10_000)
+    long = "float kernel(float v)\n{\n" + "v = v * v + __builtin_sinf(v);\n" * 20_000 + "return v;\n}"
+    with pytest.raises(CandidateError) as said:
+        compiler.build(long, 1, "verl_ext_long")
+    assert said.value.status == "compile_timeout"
 
 
 @pytest.mark.seconds

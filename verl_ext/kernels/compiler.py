@@ -51,8 +51,9 @@ def version() -> str:
     return subprocess.run(["gcc", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
 
 
-#: Seconds of processor time, KiB of memory, blocks of a file and of a core; then the compiler in the shell's place.
-_LIMITED = 'ulimit -t "$0" -v 2097152 -f 32768 -c 0; exec gcc "$@"'
+#: Seconds of processor time, KiB of memory, blocks of a file and of a core; then the compiler in the shell's place. One
+#: limit a command: dash, which is Debian's sh, takes no more.
+_LIMITED = 'ulimit -t "$0" && ulimit -v 2097152 && ulimit -f 32768 && ulimit -c 0 && exec gcc "$@"'
 
 
 def build(source: str, compile_s: int, name: str) -> Library:

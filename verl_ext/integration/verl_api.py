@@ -179,7 +179,7 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
         wraps.LOSS_METRICS,
     ),
     ENGINE: (wraps.SUM_PI_SQUARED,),
-    CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY),
+    CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY, wraps.KEPT_WEIGHTS),
     MODELS: (wraps.REWARD_LOOP, wraps.LLM_SERVERS, wraps.ROLLOUT_CLASS),
 }
 """What is replaced, by feature."""

@@ -182,6 +182,11 @@ OFFLOAD_POLICY = _target(
     "workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
     "forward-only models ask for pinned memory, which needs an accelerator",
 )
+KEPT_WEIGHTS = _target(
+    "verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu(model)",
+    "utils/fsdp_utils.py:1146, called by DetachActorWorker.save_model_to_cpu",
+    "of a tensor on the CPU `.cpu()` is no copy, so the weights kept for later mini-batches change with every update",
+)
 SUM_PI_SQUARED = _target(
     "verl.utils.torch_functional:calculate_sum_pi_squared_from_logits(logits)",
     "utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",

@@ -207,6 +207,11 @@ LLM_SERVERS = _target(
     "trainer/ppo/v1/trainer_base.py:372 `_setup`, step 9",
     "servers are named by their number alone, so those of two models would collide",
 )
+STANDALONE_SERVERS = _target(
+    "verl.trainer.ppo.v1.trainer_separate_async:LLMServerManager(config, start_rank)",
+    "trainer/ppo/v1/trainer_separate_async.py:154 `_setup`",
+    "the same for the servers apart from training: verl counts them on from the model's own alone",
+)
 ROLLOUT_CLASS = _target(
     "verl.workers.engine_workers:get_rollout_class(rollout_name, mode)",
     "workers/engine_workers.py:667 `init_model`, step 3.2",

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from harness import Lab
+import torch
+from harness import Lab, eventually, other_tokenizer, processes
 from test_main_job import finite
+from test_models_runs import HERE, weights
 
 pytestmark = pytest.mark.e2e
 
@@ -27,3 +31,45 @@ def test_trainer_and_rollout_servers_apart(standing_lab: Lab) -> None:
         assert 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
     # the first batch comes from the weights that were sent before training: the trainer's own
     assert run.metrics[1]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_each_model_has_rollout_servers_of_its_own(standing_lab: Lab) -> None:
+    lab = standing_lab
+    other = other_tokenizer(lab.root / "separate_other")
+    run = lab.run(
+        "separate_models",
+        recipe="[dr_mas,cpu]",
+        overrides=[
+            *SEPARATE[:-2],
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "trainer.v1.separate_async.parameter_sync_step=2",  # two mini-batches between synchronisations
+            "trainer.v1.separate_async.num_warmup_batches=0",  # each batch is of the weights that were sent last
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "verl_ext.updates_per_batch=1",
+            "data.max_prompt_length=128",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+            "+verl_ext.orchestra.name=four",
+            "+verl_ext.orchestra.modules=[seeded_team]",
+            f"+verl_ext.models.other.model.path={other}",
+            "+verl_ext.orchestra.agents.critic.model=other",
+            f"+verl_ext.models.still={{trained: false, model: {{path: {other}}}, pool: {{n_gpus_per_node: 1}}}}",
+            "+verl_ext.orchestra.agents.judge.model=still",
+            "trainer.save_freq=1",
+            "trainer.test_freq=1",  # for which the training GPUs are lent to rollouts, and given back
+            "data.val_max_samples=2",
+        ],
+        environment={"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+    ).check()
+    assert sorted(run.metrics) == [1, 2]
+    for step, metrics in run.metrics.items():
+        assert finite(metrics) and metrics["training/off_policy/trajectory_staleness/max"] == 0
+        rows = [(row["agent_id"], row["model"]) for row in run.rows(step)]
+        assert len(rows) == 48 and set(rows) == {("writer", "policy"), ("critic", "other"), ("judge", "still")}
+        for name in ("policy", "other"):  # both mini-batches; in the second step both have moved
+            assert metrics[f"actor/{name}/grad_norm"] > 0
+            assert metrics[f"training/{name}/rollout_probs_diff_max"] < 1e-4
+        assert metrics["model/still/rows"] == 16 and any(key.startswith("val-") for key in metrics)
+    for name in ("policy", "other"):
+        one, two = (weights(run, name, step=step) for step in (1, 2))
+        assert all(not torch.equal(one[key], two[key]) for key in one)
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)

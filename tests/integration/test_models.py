@@ -24,7 +24,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl_ext import cli
 from verl_ext.integration import checks, model_options
 from verl_ext.integration.columns import BatchError
-from verl_ext.integration.models import command, lead, members
+from verl_ext.integration.models import command, lead, members, separate
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.options import OptionError
 from verl_ext.platform import settings
@@ -36,6 +36,7 @@ RUN = (
     "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
     "+verl_ext.orchestra.name=solver_verifier",
 )
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
 TWO = ("+verl_ext.models.small.trained=true", "+verl_ext.orchestra.agents.verifier.model=small")
 
 
@@ -75,6 +76,28 @@ class TestConfiguration:
         assert "models" not in own.verl_ext and "orchestra" not in own.verl_ext
         settings.complete(made)
         assert made.ray_kwargs.ray_init.num_gpus == 3, "one of the run's and two of the model's own"
+
+    @pytest.mark.seconds
+    def test_rollout_servers_apart_from_training_are_counted_for_each_model(self) -> None:
+        made = compose(
+            "ppo_trainer",
+            overrides=[
+                *RUN,
+                *TWO,
+                SEPARATE,
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.rollout.nnodes=1",
+                "actor_rollout_ref.rollout.n_gpus_per_node=4",
+                "+verl_ext.models.small.rollout.n_gpus_per_node=8",
+                "+verl_ext.models.frozen={trained: false, pool: {n_gpus_per_node: 16}}",
+                "+verl_ext.orchestra.agents.solver.model=frozen",
+            ],
+        )
+        settings.complete(made)
+        assert made.ray_kwargs.ray_init.num_gpus == 2 + 4 + 8 + 16
+        checks.complete(made)
+        checks.check(made)
+        assert made.ray_kwargs.ray_init.num_gpus == 30
 
     def test_a_critic_starts_from_its_models_path_and_follows_it(self, model: Path) -> None:
         critic = "+verl_ext.models.small.critic"
@@ -141,7 +164,18 @@ class TestConfiguration:
             ),
             (["+verl_ext.models.small.rollout.name=vllm"], r"small\.rollout\.name=vllm: all models of a run have one"),
             (["actor_rollout_ref.rollout.name=trtllm"], r"rollout\.name=trtllm.*Choose one of embedded, vllm, sglang"),
-            (["trainer.v1.trainer_mode=separate_async"], r"separate_async.* Use sync or colocate_async"),
+            (
+                [SEPARATE, "+verl_ext.models.small.trained=false"],
+                r"small\.trained=false with trainer\.v1\.trainer_mode=separate_async.*small\.pool\.n_gpus_per_node=1",
+            ),
+            (
+                [SEPARATE, "+verl_ext.models.small.actor.ppo_mini_batch_size=2"],
+                r"small\.actor\.ppo_mini_batch_size=2 with .*separate_async.*set verl_ext\.models\.small\.updates_per",
+            ),
+            (
+                [SEPARATE],
+                r"small\.rollout\.nnodes is 0 with .*separate_async.*actor_rollout_ref\.rollout\.nnodes, to at",
+            ),
             (
                 ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
                 r"dvp needs the safe set of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
@@ -433,6 +467,53 @@ def test_a_reference_is_asked_where_there_is_one(store: Any) -> None:
     assert [what for what, _, _ in small.done] == ["balance", "ref"] and [d[0] for d in run.done] == ["balance"]
 
 
+class Apart(Plain):
+    """verl's trainer of `separate_async`: servers of its own, and weights kept for later mini-batches."""
+
+    local_trigger_step, parameter_sync_step = 0, 2
+
+    def __init__(self, name: str, trained: bool = True) -> None:
+        super().__init__(name, trained=trained)
+        self.said: list[Any] = []
+        self.actor_rollout_wg = SimpleNamespace(save_model_to_cpu=lambda n: self.said.append(("keep", n)))
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self.said.append(("score", self.local_trigger_step))
+        return batch
+
+    def add_replicas_to_balancer(self) -> None:
+        self.said.append("add")
+
+    def remove_replicas_from_balancer(self) -> None:
+        self.said.append("remove")
+
+    def clear_sticky_cache(self) -> dict[str, str]:
+        self.said.append("clear")
+        return {"of": self.name}
+
+
+def test_with_servers_apart_each_model_keeps_weights_and_lends_servers_as_the_run_does(store: Any) -> None:
+    class SeparateMember(ModelSide, Apart):
+        pass
+
+    class Separate(separate.SeparateLead, Apart):
+        pass
+
+    run = Separate("policy")
+    small, seldom, frozen = SeparateMember("small"), SeparateMember("seldom"), SeparateMember("frozen", trained=False)
+    run._members = {"small": small, "seldom": seldom, "frozen": frozen}
+    for run.local_trigger_step, models in enumerate((["small", "small"], ["policy", "seldom"])):
+        run._compute_old_log_prob(run._balance_batch(put(store, models, [[1], [1]]), {}), {})
+    assert run.said == seldom.said == [("keep", 0), ("score", 1)], "not those of an earlier synchronisation"
+    assert small.said == [("score", 0)] and frozen.said == []
+    run.add_replicas_to_balancer()
+    run.remove_replicas_from_balancer()
+    assert run.clear_sticky_cache() == {"of": "policy"}
+    for one in (run, small, seldom):
+        assert one.said[-3:] == ["add", "remove", "clear"]
+    assert frozen.said == []
+
+
 def test_pools_work_at_the_same_time_and_models_of_one_pool_in_turn(store: Any) -> None:
     apart, beside = Member("apart", pool={"n_gpus_per_node": 1, "nnodes": 1}), Member("beside")
     run = team(apart=apart, beside=beside)
@@ -487,6 +568,11 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
     members.numbered_rollout(original, 2 * members.STRIDE)("embedded", "async")(config=Config())
     assert seen["replica_rank"] == 10081 and server_name(10081) == "embedded_server_10081_0"
 
+    rollout["nnodes"] = 1  # of separate_async: verl counts on from the two servers beside training
+    node = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
+    apart = members.numbered_standalone(LLMServerManager, 2 * members.STRIDE)(config=node, start_rank=2)
+    assert apart.start_rank == 10082
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [6, 8])
@@ -506,12 +592,12 @@ def test_sglangs_server_and_its_end_of_the_weight_sync_meet(gpus: int) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.usefixtures("verl_configuration")
-@pytest.mark.parametrize("pool", [None, 2])
+@pytest.mark.parametrize(("pool", "mode"), [(None, "colocate_async"), (2, "colocate_async"), (2, "separate_async")])
 def test_a_model_that_is_not_trained_is_servers_alone(
-    monkeypatch: pytest.MonkeyPatch, model: Path, pool: int | None
+    monkeypatch: pytest.MonkeyPatch, model: Path, pool: int | None, mode: str
 ) -> None:
     """verl's own manager and replicas, numbered as those of other models: in the run's pool or in one of their own."""
-    from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+    from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 
     from verl_ext.integration.models import served
@@ -547,6 +633,7 @@ def test_a_model_that_is_not_trained_is_servers_alone(
         "actor_rollout_ref.model.lora_rank=8",
         f"actor_rollout_ref.model.path={model}",
         "trainer.n_gpus_per_node=4",
+        f"trainer.v1.trainer_mode={mode}",
         *([] if pool is None else [f"+verl_ext.models.frozen.pool.n_gpus_per_node={pool}"]),
         *([] if pool else ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]),
     )
@@ -554,7 +641,8 @@ def test_a_model_that_is_not_trained_is_servers_alone(
     pools = SimpleNamespace(resource_pool_dict={"global_pool": "run"})
     run = SimpleNamespace(config=made, resource_pool_manager=pools)
     (further,) = model_options.of(made)
-    frozen = members.member(further, run, (PPOTrainerColocateAsync,))
+    apart = mode == "separate_async"
+    frozen = members.member(further, run, (PPOTrainerSeparateAsync if apart else PPOTrainerColocateAsync,))
     assert not isinstance(frozen, PPOTrainer) and not hasattr(frozen, "actor_rollout_wg")
     assert frozen.config.actor_rollout_ref.model.lora_rank == 0
     frozen._setup()
@@ -562,14 +650,18 @@ def test_a_model_that_is_not_trained_is_servers_alone(
     places = [f"run/2/{n}" for n in range(2)] if pool is None else ["its own"] * 2
     assert said == [
         *((number, place, "auto", 5) for number, place in zip(numbers, places, strict=True)),
-        *((number, "sleep") for number in numbers),
+        *((number, "sleep") for number in numbers if not apart),
     ]
     assert frozen.tokenizer.eos_token == "w0"
     assert isinstance(frozen.get_llm_client(), FullyAsyncLLMServerClient), "the client of the run's mode"
     assert frozen._rollout_server_managers() == [frozen.llm_server_manager]
-    assert frozen._get_n_gpus_for_throughput() == (pool or 4)
+    assert frozen._get_n_gpus_for_throughput() == (pool or 0), "those of the run's pool are counted with it"
     said.clear()
-    lead.Together([frozen.checkpoint_manager]).update_weights(7)
+    if apart:  # what is lent to rollouts and given back are servers beside training
+        lead.Together({"frozen": frozen.checkpoint_manager}).abort_replicas(reject_request=True)
+        assert said == []
+    manager = frozen.standalone_checkpoint_manager if apart else frozen.checkpoint_manager
+    lead.Together({"frozen": manager}).update_weights(7)
     assert said == [(number, *what) for what in (["wake_up"], ["set_global_steps", 7]) for number in numbers]
 
 
@@ -654,13 +746,13 @@ def test_all_models_are_saved_and_synchronised_together(tmp_path: Path) -> None:
 
         def update_weights(self, step: int) -> dict[str, int]:
             calls.append((self.name, step))
-            return {self.name: step}
+            return {"checkpoint_engine/flushes": step}
 
     groups = lead.Groups({name: Group(name) for name in ("policy", "small")})
     groups.save_checkpoint("here/actor", "there/actor", 3, max_ckpt_to_keep=2)
     groups.load_checkpoint(local_path="here/actor", del_local_after_load=False)
-    together = lead.Together([Group("policy"), Group("small")])
-    assert together.update_weights(7) == {"policy": 7, "small": 7}
+    together = lead.Together({name: Group(name) for name in ("policy", "small")})
+    assert together.update_weights(7) == {f"checkpoint_engine/{name}/flushes": 7 for name in ("policy", "small")}
     assert calls == [
         *(
             (name, (f"here/actor/{name}", f"there/actor/{name}", 3), {"max_ckpt_to_keep": 2})

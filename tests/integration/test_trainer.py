@@ -16,6 +16,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_ext.integration import columns, wraps
 from verl_ext.integration.models.lead import LeadMixin
+from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.parts import checkpoints, methods, uses_verl_ext
 from verl_ext.integration.parts.base import Part
@@ -33,7 +34,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_the_mixin_under_its_own_name(mode: str) -> None:
     trainer = v1.get_trainer_cls(mode)
-    assert trainer.__mro__[1:5] == (VerlExtTrainer, LeadMixin, ModelSide, MODES[mode])
+    own = (SeparateLead,) if mode == "separate_async" else ()
+    assert trainer.__mro__[1 : 5 + len(own)] == (VerlExtTrainer, *own, LeadMixin, ModelSide, MODES[mode])
     assert issubclass(trainer, PPOTrainer) and trainer.__name__ == MODES[mode].__name__
     extend_registry()
     assert v1.get_trainer_cls(mode) is trainer

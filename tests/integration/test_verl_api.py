@@ -26,6 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import verl_ext
 from verl_ext import plugin
 from verl_ext.integration import agent_gradients, dvp, engine, update_step, verl_api, wraps
+from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.metrics_file import MetricsFile
 from verl_ext.integration.trainer import VerlExtTrainer
@@ -233,6 +234,7 @@ def test_what_verl_passes_to_a_loop_is_read_from_verl(monkeypatch: pytest.Monkey
     ("mixin", "base", "some"),
     [
         (VerlExtTrainer, PPOTrainer, {"fit", "_compute_advantage", "_update_actor", "_compute_ref_log_prob"}),
+        (SeparateLead, v1.PPOTrainerSeparateAsync, {"add_replicas_to_balancer", "clear_sticky_cache"}),
         (engine.OnePassMixin, FSDPEngineWithLMHead, {"prepare_model_outputs", "forward_step"}),
         (agent_gradients.AgentGradientsMixin, FSDPEngineWithLMHead, {"forward_backward_batch"}),
         (update_step.UpdateStepMixin, FSDPEngineWithLMHead, {"train_batch", "optimizer_step"}),

@@ -28,6 +28,8 @@ POLICY = "policy"
 """Name of the model of ``actor_rollout_ref``, the default of every agent."""
 
 SECTIONS = ("model", "actor", "ref", "rollout")
+SEPARATE = "separate_async"
+"""verl's mode in which rollout servers have GPUs of their own."""
 CRITIC = "critic"
 """Of a model's node: what differs from the run's ``critic``."""
 OWN = ("pool", "trained", "updates_per_batch")
@@ -102,6 +104,11 @@ def of(config: Any) -> list[Model]:
     for name in outside:
         _check_name(name)
     return [_model(name, number, node) for number, (name, node) in enumerate(served.items(), start=1)]
+
+
+def separate(config: Any) -> bool:
+    """Whether the run has ``trainer.v1.trainer_mode=separate_async``."""
+    return OmegaConf.select(config, "trainer.v1.trainer_mode") == SEPARATE
 
 
 def names(config: Any) -> tuple[str, ...]:
@@ -252,8 +259,6 @@ def _check_run(config: Any) -> None:
     """What of the run itself cannot be with several models."""
     get = lambda key: OmegaConf.select(config, key)  # noqa: E731
     refused = {
-        "trainer.v1.trainer_mode=separate_async: its standalone servers are the policy's alone. Use sync or "
-        "colocate_async": get("trainer.v1.trainer_mode") == "separate_async",
         "distillation.enabled=true: verl's teachers know one student": get("distillation.enabled"),
         "reward.reward_model.enable=true without enable_resource_pool: it reads all rows with one tokenizer": (
             get("reward.reward_model.enable") and not get("reward.reward_model.enable_resource_pool")
@@ -296,6 +301,8 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
     warnings = []
     for model in further:
         where = f"{KEY}.{model.name}"
+        if separate(config):
+            _check_separate(model, model.config(config), where)
         paths = [key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes]
         if paths and decoded:
             raise OptionError(
@@ -332,6 +339,31 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
             "padding, and its number of updates follows its rows. Set verl_ext.updates_per_batch."
         )
     return warnings
+
+
+def _check_separate(model: Model, own: Any, where: str) -> None:
+    """What a model of a run with ``separate_async`` cannot be."""
+    mode = f"trainer.v1.trainer_mode={SEPARATE}"
+    if not model.trained:
+        if model.pool is None:
+            raise OptionError(
+                f"{where}.trained=false with {mode}: on the run's GPUs its servers would sleep while the others "
+                f"answer. Give it a pool of its own, {where}.pool.n_gpus_per_node=1, or set sync or colocate_async."
+            )
+        return
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    if size in model.changes:
+        raise OptionError(
+            f"{where}.actor.ppo_mini_batch_size={model.changes[size]} with {mode}: verl wants data.train_batch_size to "
+            f"be parameter_sync_step times it. Leave it out, and set {where}.updates_per_batch."
+        )
+    rollout = own.actor_rollout_ref.rollout
+    for key in ("nnodes", "n_gpus_per_node"):
+        if int(rollout[key]) < 1:
+            raise OptionError(
+                f"{where}.rollout.{key} is {rollout[key]} with {mode}: each model has rollout servers of its own. Set "
+                f"it, or actor_rollout_ref.rollout.{key}, to at least 1."
+            )
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

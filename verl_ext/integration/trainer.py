@@ -12,8 +12,9 @@ import contextlib
 import time
 from typing import Any
 
-from verl_ext.integration import checks, columns, parts, verl_api, wraps
+from verl_ext.integration import checks, columns, model_options, parts, verl_api, wraps
 from verl_ext.integration.models.lead import LeadMixin
+from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.parts import checkpoints
 from verl_ext.integration.parts.base import Part
@@ -167,7 +168,7 @@ def extend_registry() -> None:
 
     for name, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, VerlExtTrainer):
-            ours = (VerlExtTrainer, LeadMixin)
+            ours = (VerlExtTrainer, SeparateLead if name == model_options.SEPARATE else LeadMixin)
             for mixin in (*ours, ModelSide):
                 verl_api.check_overrides(mixin, trainer)
             TRAINER_REGISTRY[name] = type(

@@ -86,6 +86,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             "CheckpointEngineManager.update_weights(global_steps)",
             "CheckpointEngineManager.wake_up_replicas",
         ),
+        "verl.experimental.separation.engine_workers": ("DetachActorWorker.save_model_to_cpu(n)",),
         "verl.single_controller.base.decorator": ("Dispatch.ONE_TO_ALL", "register(dispatch_mode)"),
         "verl.single_controller.ray.base": (
             "ResourcePoolManager(resource_pool_spec, mapping, resource_pool_dict, max_colocate_count)",
@@ -179,8 +180,8 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
         wraps.LOSS_METRICS,
     ),
     ENGINE: (wraps.SUM_PI_SQUARED,),
-    CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY),
-    MODELS: (wraps.REWARD_LOOP, wraps.LLM_SERVERS, wraps.ROLLOUT_CLASS),
+    CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY, wraps.KEPT_WEIGHTS),
+    MODELS: (wraps.REWARD_LOOP, wraps.LLM_SERVERS, wraps.STANDALONE_SERVERS, wraps.ROLLOUT_CLASS),
 }
 """What is replaced, by feature."""
 
@@ -189,6 +190,10 @@ OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
         ("verl_ext.integration.trainer:VerlExtTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
         ("verl_ext.integration.models.lead:LeadMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
         ("verl_ext.integration.models.side:ModelSide", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
+        (
+            "verl_ext.integration.models.separate:SeparateLead",
+            "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
+        ),
     ),
     MODELS: (("verl_ext.integration.models.members:MemberMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),),
     ENGINE: tuple(

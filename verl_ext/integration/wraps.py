@@ -182,6 +182,11 @@ OFFLOAD_POLICY = _target(
     "workers/engine/fsdp/transformer_impl.py `_build_fsdp_module`",
     "forward-only models ask for pinned memory, which needs an accelerator",
 )
+KEPT_WEIGHTS = _target(
+    "verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu(model)",
+    "utils/fsdp_utils.py:1146, called by DetachActorWorker.save_model_to_cpu",
+    "of a tensor on the CPU `.cpu()` is no copy, so the weights kept for later mini-batches change with every update",
+)
 SUM_PI_SQUARED = _target(
     "verl.utils.torch_functional:calculate_sum_pi_squared_from_logits(logits)",
     "utils/torch_functional.py:690, called by the FSDP engine's prepare_model_outputs",
@@ -201,6 +206,11 @@ LLM_SERVERS = _target(
     "verl.trainer.ppo.v1.trainer_base:LLMServerManager(config, worker_group, rollout_resource_pool, start_rank)",
     "trainer/ppo/v1/trainer_base.py:372 `_setup`, step 9",
     "servers are named by their number alone, so those of two models would collide",
+)
+STANDALONE_SERVERS = _target(
+    "verl.trainer.ppo.v1.trainer_separate_async:LLMServerManager(config, start_rank)",
+    "trainer/ppo/v1/trainer_separate_async.py:154 `_setup`",
+    "the same for the servers apart from training: verl counts them on from the model's own alone",
 )
 ROLLOUT_CLASS = _target(
     "verl.workers.engine_workers:get_rollout_class(rollout_name, mode)",

@@ -3,7 +3,7 @@
 
 The engines are verl's own; what differs is three arguments that only an accelerator accepts: pinned memory for
 forward-only models, flash attention for the critic, and FSDP1's start-up broadcast (use ``strategy=fsdp2``, as
-`+recipe=cpu` does).
+`+recipe=cpu` does); and weights that `separate_async` keeps for later mini-batches are copies.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def _unpinned(original: Any) -> Any:
         return original(pin_memory=False)
 
     return policy
+
+
+def _copied(original: Any) -> Any:
+    def save(model: Any) -> Any:
+        shards, spec = original(model)
+        return {name: (shard.clone(), own) for name, (shard, own) in shards.items()}, spec
+
+    return save
 
 
 def training_threads() -> int:
@@ -80,7 +88,7 @@ class CpuFsdpMixin:
 
 
 def register() -> None:
-    """Register the CPU engines for actor, reference and critic. Idempotent."""
+    """Register the CPU engines for actor, reference and critic, and have kept weights copied. Idempotent."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -91,6 +99,7 @@ def register() -> None:
             verl_api.check_overrides(CpuFsdpMixin, base)
             engine = type(f"Cpu{base.__name__}", (CpuFsdpMixin, base), {"__doc__": f"{base.__name__} on the CPU."})
             EngineRegistry.register(model_type=model_type, backend=backend, device="cpu")(engine)
+    wraps.replace(wraps.KEPT_WEIGHTS, _copied)
 
 
 def wrap_process_group() -> None:

@@ -22,7 +22,7 @@ def complete(config: Any) -> None:
 
     vllm_cpu.complete(config)
     rollout = config.actor_rollout_ref.rollout
-    separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
+    separate, further = model_options.separate(config), model_options.of(config)
     with open_dict(config):
         if separate and rollout.name == "embedded" and rollout.checkpoint_engine.backend == "naive":
             # verl's default, which separate_async refuses; its other transfers need an accelerator
@@ -31,7 +31,7 @@ def complete(config: Any) -> None:
         if (init.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
             return
         processes = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
-        processes += sum(m.pool["n_gpus_per_node"] * m.pool["nnodes"] for m in model_options.of(config) if m.pool)
+        processes += sum(m.pool["n_gpus_per_node"] * m.pool["nnodes"] for m in further if m.pool)
         reward = config.reward.reward_model
         if reward.get("enable_resource_pool"):
             processes += int(reward.n_gpus_per_node) * int(reward.nnodes)
@@ -39,7 +39,9 @@ def complete(config: Any) -> None:
         if teacher.get("enabled"):
             processes += int(teacher["n_gpus_per_node"]) * int(teacher["nnodes"])
         if separate:
-            processes += int(rollout.n_gpus_per_node) * int(rollout.nnodes)
+            models = [config, *(model_options.overlaid(config, model) for model in further if model.trained)]
+            rollouts = [one.actor_rollout_ref.rollout for one in models]
+            processes += sum(int(one.n_gpus_per_node) * int(one.nnodes) for one in rollouts)
         # Logical figures: verl asks for 3 CPUs a training process and about one for each of its other actors.
         _default(config, "ray_kwargs.ray_init.num_gpus", processes)
         _default(config, "ray_kwargs.ray_init.num_cpus", 16 + 4 * processes)

@@ -60,17 +60,17 @@ class LeadMixin(ModelSide):
         if not further:
             return
         self.own_parts = own_parts(self.config, self)
-        bases = type(self).__bases__
+        verls = type(self).__bases__[-1:]
         members: dict[str, Any] = {}
         for model in further:
-            members[model.name] = member(model, self, bases[bases.index(LeadMixin) + 1 :])
+            members[model.name] = member(model, self, verls)
             members[model.name]._setup()
         self._members = members
         self._own_reference = self.use_reference_policy
         self.use_reference_policy |= any(one.use_reference_policy for one in members.values())
         if self.use_reference_policy and not self._own_reference:
             self.ref_policy_wg = self.actor_rollout_wg  # verl's profiler asks for one
-        self.checkpoint_manager = Together([self.checkpoint_manager, *(m.checkpoint_manager for m in members.values())])
+        self.checkpoint_manager = Together({name: one.checkpoint_manager for name, one in self._trainers().items()})
         self._waiting = False
         self._load_checkpoint()
 
@@ -130,7 +130,7 @@ class LeadMixin(ModelSide):
         count = super()._get_n_gpus_for_throughput()  # type: ignore[misc]
         if not self._members:
             return count
-        return count + sum(m._get_n_gpus_for_throughput() for m in self._members.values() if m.model.pool is not None)
+        return count + sum(member._get_n_gpus_for_throughput() for member in self._members.values())
 
     # ---- a step: what each model does with its own rows ----
 
@@ -262,9 +262,10 @@ def models_of(batch: Any, known: Mapping[str, Any]) -> tuple[dict[str, str], fro
 
 
 class Together:
-    """Several of verl's CheckpointEngineManager as one: each call goes to all, one after the other."""
+    """verl's CheckpointEngineManager of all models as one: each call goes to all, one after the other, and what it has
+    to report is named after the model."""
 
-    def __init__(self, managers: list[Any]) -> None:
+    def __init__(self, managers: Mapping[str, Any]) -> None:
         self.managers = managers
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -273,8 +274,9 @@ class Together:
 
         def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
             merged: dict[str, Any] = {}
-            for manager in self.managers:
-                merged.update(getattr(manager, name)(*args, **kwargs) or {})
+            for model, manager in self.managers.items():
+                found = getattr(manager, name)(*args, **kwargs) or {}
+                merged.update({named(key, model): value for key, value in found.items()})
             return merged
 
         return call

@@ -3,8 +3,8 @@
 
 verl's `PPOTrainer._setup` makes everything that belongs to one model; another object of the class makes it for another
 model. What would collide are names: verl names servers and weight channels by the replica's number, so those of the
-k-th further model are numbered from k * `STRIDE`, on the server's end (`numbered_servers`) and on the worker's
-(`numbered_worker`).
+k-th further model are numbered from k * `STRIDE`, on the server's end (`numbered_servers`, `numbered_standalone`) and
+on the worker's (`numbered_worker`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class MemberMixin(ModelSide):
         first = STRIDE * self.model.number
         with (
             wraps.must_be_called(wraps.REWARD_LOOP),
+            wraps.must_be_called(wraps.STANDALONE_SERVERS, model_options.separate(self.config)),
             wraps.replaced(wraps.REWARD_LOOP, lambda original: lambda **kwargs: self.lead.reward_loop_manager),
             wraps.replaced(wraps.LLM_SERVERS, functools.partial(numbered_servers, first=first)),
+            wraps.replaced(wraps.STANDALONE_SERVERS, functools.partial(numbered_standalone, first=first)),
         ):
             super()._setup()  # type: ignore[misc]
 
@@ -122,6 +124,16 @@ def numbered_servers(original: Any, first: int) -> Any:
             super().__init__(config, *args, **kwargs)
 
     return NumberedServers
+
+
+def numbered_standalone(original: Any, first: int) -> Any:
+    """verl's LLMServerManager of servers apart from training, which take their workers by no number."""
+
+    class NumberedStandalone(original):
+        def __init__(self, config: Any, *args: Any, start_rank: int = 0, **kwargs: Any) -> None:
+            super().__init__(config, *args, start_rank=first + start_rank, **kwargs)
+
+    return NumberedStandalone
 
 
 def numbered_worker(worker: Any, first: int) -> Any:

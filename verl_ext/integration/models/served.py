@@ -2,7 +2,8 @@
 """A further model that is never updated (``trained: false``): verl's rollout servers, with weights from disk.
 
 It has no trainer. In the run's pool its servers sleep while other models train, as those of verl's reward models do; in
-a pool of their own they stay awake. Nothing scores its rows: its sampler is its only policy, and its reference.
+a pool of their own, which it must have with ``separate_async``, they stay awake. Nothing scores its rows: its sampler
+is its only policy, and its reference.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ class Served:
             replica = _sharing(replica, self.lead.resource_pool_manager.resource_pool_dict["global_pool"], self.first)
         servers: Any = type("Servers", (LLMServerManager,), {"rollout_replica_class": replica})
         self.llm_server_manager = servers.create(config=self.config, start_rank=self.first)
-        self.checkpoint_manager = KeptWeights(
-            omega_conf_to_dataclass(node.rollout.checkpoint_engine), None, self.llm_server_manager.get_replicas()
-        )
+        replicas = self.llm_server_manager.get_replicas()
+        engine = omega_conf_to_dataclass(node.rollout.checkpoint_engine)
+        apart = model_options.separate(self.config)
+        self.checkpoint_manager = KeptWeights(engine, None, [] if apart else replicas)
         self.checkpoint_manager.sleep_replicas()
+        if apart:  # by the names of verl's trainer of that mode
+            self.standalone_server_manager = self.llm_server_manager
+            self.standalone_checkpoint_manager = KeptWeights(engine, None, replicas)
 
     def get_llm_client(self) -> Any:
         return self.trainer.get_llm_client(self)
@@ -68,6 +73,8 @@ class Served:
         return [self.llm_server_manager]
 
     def _get_n_gpus_for_throughput(self) -> int:
+        if self.model.pool is None:  # counted with the run's
+            return 0
         return int(self.config.trainer.n_gpus_per_node) * int(self.config.trainer.nnodes)
 
     def own_metrics(self) -> dict[str, float]:

@@ -80,6 +80,9 @@ def test_a_later_prompt_holds_the_task_and_the_kept_turns(
     assert len(rows) == 5 and rows[0].reward_score == max(row.extra_fields["turn_reward"] for row in rows)
     said = [row.extra_fields["kernel_status"] for row in rows]
     assert said == ["right", "wrong", "right", "no_code", "right"], prompts
+    notes = [row.extra_fields["kernel_note"] for row in rows]
+    assert all("95 % interval" in note and " us against " in note and "% k0" in note for note in notes[::2]), notes
+    assert "largest error" in notes[1] and notes[3]
     rewards = [row.extra_fields["turn_reward"] for row in rows]
     assert rewards[0] == rewards[2] > 0 == rewards[1] == rewards[3]
     assert prompts[1].startswith(prompts[0])

@@ -58,6 +58,15 @@ def scrub(text: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text)
 
 
+def note(verdict: Verdict) -> str:
+    """In a line, for whoever reads transcripts: the times with their interval and their places, or what was wrong."""
+    if not verdict.speedup:
+        return scrub(verdict.error)[:ERROR_CHARS]
+    interval = f"95 % interval {verdict.low:.2f} to {verdict.high:.2f}, {verdict.pairs} pairs"
+    places = ", ".join(f"{share:.0%} {place}" for place, share in list(verdict.profile.items())[:ROWS_SHOWN])
+    return f"{interval} ({verdict.candidate_us:.0f} us against {verdict.reference_us:.0f} us); {places}"
+
+
 def feedback(verdict: Verdict, language: str) -> str:
     """What the model reads before its next turn. For `fuse` one line of a few words, which a tiny model can read."""
     if language == "fuse":

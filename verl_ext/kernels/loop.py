@@ -19,7 +19,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 
 from verl_ext.integration.notes import validating
 from verl_ext.integration.options import select
-from verl_ext.kernels.feedback import feedback, prompt
+from verl_ext.kernels.feedback import feedback, note, prompt
 from verl_ext.kernels.judge import Verdict
 from verl_ext.kernels.options import FAST, KernelOptions, Stts, read_options
 from verl_ext.kernels.pool import Pool
@@ -74,8 +74,9 @@ class KernelLoop(MultiTurnVerifierLoop):
     """Kernel, verdict, revision; one output a turn.
 
     Row fields in ``extra_fields``: ``turn_reward`` (float), ``correct`` (bool), ``speedup`` and ``coverage`` (floats,
-    0.0 unless right), ``decoy`` (bool), ``kernel_status`` (str), ``prompt_index`` (int, ``extra_info.index``),
-    ``is_action_valid`` (bool: there was code), ``agent_id``, ``anchor_obs``, ``stop_reason`` and ``stop_detail``.
+    0.0 unless right), ``decoy`` (bool), ``kernel_status`` and ``kernel_note`` (str: the times with their interval, or
+    the error), ``prompt_index`` (int, ``extra_info.index``), ``is_action_valid`` (bool: there was code), ``agent_id``,
+    ``anchor_obs``, ``stop_reason`` and ``stop_detail``.
 
     ``reward_score`` of every row is the best turn's reward. ``reward_extra_info``: ``acc`` (the last kernel is right),
     ``speedup_last``, ``speedup_best``, ``coverage_last``, ``decoys`` (share of the turns), ``turns``, and
@@ -148,6 +149,7 @@ class KernelLoop(MultiTurnVerifierLoop):
                 "coverage": verdict.coverage,
                 "decoy": verdict.decoy,
                 "kernel_status": verdict.status,
+                "kernel_note": note(verdict) or one.problem,
                 "prompt_index": self._prompt_index,
                 "is_action_valid": verdict.status != "no_code",
                 "agent_id": self.options.agent_id,

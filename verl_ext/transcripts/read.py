@@ -187,7 +187,8 @@ def as_text(record: Mapping[str, Any], full: bool = False) -> str:
         if "action" in turn:
             lines += _block("action", turn["action"])
         if turn["more"]:
-            lines.append("  " + ", ".join(f"{visible(name)}={visible(value)}" for name, value in turn["more"].items()))
+            said = {name: _number(of) if isinstance(of, float) else visible(of) for name, of in turn["more"].items()}
+            lines.append("  " + ", ".join(f"{visible(name)}={value}" for name, value in said.items()))
         before = turn
     return "\n".join(lines)
 

@@ -119,7 +119,7 @@ def _data(table: Table, names: Sequence[str], folder: Path | None, sums: bool) -
         command = f"verl-ext reproduce prepare {table.name} (without a network: --from FOLDER)"
         found.append(Lack(f"no data {', '.join(absent)} in {folder}", command))
     if sums:
-        from verl_ext.reproduce.sources import PrepareError, verify
+        from verl_ext.reproduce.prepare import PrepareError, verify
 
         for name in names:
             try:

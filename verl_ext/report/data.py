@@ -45,7 +45,6 @@ def page_data(
     width = math.ceil((max(steps) - min(steps) + 1) / (room // 3))
     chosen_axes = axes(runs)
     groups = group_names(runs)
-    looks = [style(place) for place in range(len(groups))]
     out_runs, series = [], []
     for run, own in zip(runs, curves, strict=True):
         kept = {name: _thin(curve, width if lengths[name] > room else 1) for name, curve in own.items()}
@@ -54,9 +53,9 @@ def page_data(
         steps, x = list(run.log.steps), {axis.name: _places(run, axis, places) for axis in chosen_axes}
         rare = {name for name, curve in own.items() if 2 * len(curve) <= len(steps)}
         series.append({str(number[name]): _columns(points, where, rare=name in rare) for name, points in kept.items()})
-        about = {"source": run.log.source, "path": str(run.log.path), "problems": run.log.problems, "x": x}
-        about |= {"first": min(steps), "last": max(steps), "steps": len(steps)}
-        out_runs.append({"name": run.name, "group": groups.index(run.group), **about})
+        log = {"source": run.log.source, "path": str(run.log.path), "problems": run.log.problems}
+        reach = {"first": min(steps), "last": max(steps), "steps": len(steps)}
+        out_runs.append({"name": run.name, "group": groups.index(run.group), **log, **reach, "x": x})
     return {
         "title": title,
         "smooth": smooth,
@@ -64,8 +63,8 @@ def page_data(
         "width": width if any(length > room for length in lengths.values()) else 1,
         "axes": [asdict(axis) for axis in chosen_axes],
         "groups": [
-            {"name": name, "colour": colour, "dash": " ".join(map(str, dashes))}
-            for name, (colour, dashes) in zip(groups, looks, strict=True)
+            {"name": name, "colour": style(place)[0], "dash": " ".join(map(str, style(place)[1]))}
+            for place, name in enumerate(groups)
         ],
         "runs": out_runs,
         "metrics": metrics,

@@ -27,7 +27,7 @@ from verl_ext.reproduce.catalogue import scale_of
 from verl_ext.reproduce.metrics import MetricMissing, Run, Say, evaluate, spike
 from verl_ext.reproduce.noise import Interval
 from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, RunFolder, find_runs, identity
-from verl_ext.reproduce.tables import SCALES, Scale, Table
+from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table
 
 FIGURE_WINDOW = 5
 """Steps at the end of a run over which figures of agents and levels are averaged."""
@@ -82,6 +82,11 @@ class Result:
     dates: tuple[str, str] | None  # first and last day on which the runs were made (ISO)
     problems: Sequence[str]  # what is missing, left out or odd, a sentence each
     commands: Sequence[str]  # that make this table
+
+    @property
+    def shown(self) -> list[Cell]:
+        """Cells that have runs, in the table's order."""
+        return [cell for name, cell in self.scale.cells.items() if name in set(self.ends["cell"])]
 
     @cached_property
     def summary(self) -> pandas.DataFrame:

@@ -197,7 +197,7 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
     # The demo makes the model and the data first, and prints verl's own command as it starts it.
     where = ["--steps", str(steps or scale.steps), "--seed", str(seed), "--out", str(folder)]
     what = ["--task", str(scale.task), "--recipe", ",".join(cell.recipe)]
-    words = plan.words(plan.merged(scale.overrides, cell.overrides))
+    words = plan.words(scale.overrides, cell.overrides)
     return shlex.join(["verl-ext", "demo", *where, *what, *words])
 
 

@@ -152,17 +152,21 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(part[max(0, shared) :]) for part in parts]
 
 
-def _with_agent_norms(log: RunLog) -> RunLog:
-    """The log with an estimate of the gradient norm of each agent's rows, where ``verl_ext.agent_gradients`` has not
-    measured it: the whole norm times the root of the agent's share of the gradient energy, exact if the agents'
-    gradients are orthogonal and their tokens' scores equally long.
+def estimated_norms(curves: Mapping[str, pandas.Series]) -> dict[str, pandas.Series]:
+    """From a run's metrics an estimate of the gradient norm of each agent's rows, by ``agent/<name>``: the whole norm
+    times the root of the agent's share of the gradient energy, exact if the agents' gradients are orthogonal and their
+    tokens' scores equally long. ``verl_ext.agent_gradients`` measures it.
     """
-    curves, suffix = log.curves, "/gradient_energy_share"
-    agents = [name.removesuffix(suffix) for name in fnmatch.filter(curves, f"agent/*{suffix}")]
-    if len(agents) < 2 or "actor/grad_norm" not in curves or fnmatch.filter(curves, "agent/*/grad_norm/mean"):
+    suffix, norm = "/gradient_energy_share", curves.get("actor/grad_norm", pandas.Series(dtype=float))
+    shares = fnmatch.filter(curves, f"agent/*{suffix}")
+    return {name.removesuffix(suffix): norm * curves[name].pow(0.5) for name in shares}
+
+
+def _with_agent_norms(log: RunLog) -> RunLog:
+    """The log with `estimated_norms` of a team's agents, if none is measured."""
+    estimates = {f"{agent}/grad_norm_estimate": curve for agent, curve in estimated_norms(log.curves).items()}
+    if len(estimates) < 2 or fnmatch.filter(log.curves, "agent/*/grad_norm/mean"):
         return log
-    norm = curves["actor/grad_norm"]
-    estimates = {f"{agent}/grad_norm_estimate": norm * curves[agent + suffix].pow(0.5) for agent in agents}
     more = pandas.concat(estimates, names=["metric", "step"]).dropna().rename("value").reset_index()
     return replace(log, values=pandas.concat([log.values, more]))
 

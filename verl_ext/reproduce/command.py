@@ -204,9 +204,8 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
 def _prepare(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import prepare
 
-    return prepare.main(
-        find_table(args.table), args.source, args.only, args.out, args.any_count, args.check and args.memory_mb
-    )
+    memory_mb = args.memory_mb if args.check else 0
+    return prepare.main(find_table(args.table), args.source, args.only, args.out, args.any_count, memory_mb)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -218,16 +218,8 @@ def _texts(source: Source, record: Mapping[str, Any], field: str, number: int) -
 
 
 def _row(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A record as a row of verl's. Raises PrepareError: it is not of the expected form."""
-    try:
-        return _converted(source, record, number)
-    except PrepareError:
-        raise
-    except (TypeError, ValueError) as error:  # a text where a number or an object is meant
-        raise PrepareError(f"{source.name}, record {number}: not of the expected form ({error})") from error
+    """A record as a row of verl's."""
 
-
-def _converted(source: Source, record: Mapping[str, Any], number: int) -> dict[str, Any]:
     def of(field: str) -> Any:
         return _field(source, record, field, number)
 
@@ -295,10 +287,8 @@ def prepare(
             count = _write_rows(environment_rows(source), work)
         else:
             records, origin = _records(source, local, table)
-            if source.kind == "corpus":
-                count = _write_corpus(source, records, work)
-            else:
-                count = _write_rows((_row(source, record, place) for place, record in enumerate(records)), work)
+            write = _write_corpus if source.kind == "corpus" else _write_records
+            count = write(source, records, work)
         if not count:
             raise PrepareError(f"{source.name}: {origin} holds no record")
         if source.rows is not None and count != source.rows and not any_count:
@@ -346,16 +336,28 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
         ) from error
 
 
-def _write_rows(rows: Iterable[dict[str, Any]], path: Path) -> int:
+def _write_records(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
+    rows = []
+    for number, record in enumerate(records):
+        try:
+            rows.append(_row(source, record, number))
+        except PrepareError:
+            raise
+        except (TypeError, ValueError) as error:  # a text where a number or an object is meant
+            raise PrepareError(f"{source.name}, record {number}: not of the expected form ({error})") from error
+    return _write_rows(rows, path)
+
+
+def _write_rows(rows: list[dict[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if whole := list(rows):
+    if rows:
         try:
-            pq.write_table(pa.Table.from_pylist(whole), path)
+            pq.write_table(pa.Table.from_pylist(rows), path)
         except pa.ArrowException as error:
             raise PrepareError(f"the records do not have the same form: {error}") from error
-    return len(whole)
+    return len(rows)
 
 
 def _write_corpus(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
@@ -396,16 +398,11 @@ def check(source: Source, folder: Path, memory_mb: int) -> None:
 
 
 def main(
-    table: Table,
-    source: Path | None,
-    only: Sequence[str] | None,
-    out: Path | None,
-    any_count: bool,
-    memory_mb: int | None = None,
+    table: Table, source: Path | None, only: Sequence[str] | None, out: Path | None, any_count: bool, memory_mb: int = 0
 ) -> int:
     """Prepare the data sets of a table (those in `only`) from the folder `source` (None: the hub) in `out` (None:
-    :func:`verl_ext.reproduce.plan.data_home`), and say what was done; `memory_mb` asks for `check` of KernelBench's
-    problems. Returns 0, or 1 if a data set is missing or wrong; the others are prepared all the same.
+    :func:`verl_ext.reproduce.plan.data_home`), and say what was done; `memory_mb` (0: not) asks for `check` of
+    KernelBench's problems. Returns 0, or 1 if a data set is missing or wrong; the others are prepared all the same.
     """
     folder, failed = out or plan.data_home(), []
     names = names_of(table, only)

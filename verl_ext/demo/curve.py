@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas
 
+from verl_ext.report.compare import estimated_norms
 from verl_ext.report.logs import read_lines
 
 #: Colours of curves and of agents, in order.
@@ -21,10 +22,8 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     """All metrics of a run, a row a step, NaN where one is not logged; of several lines of a step the later one wins.
 
     Beside what is logged: ``train_reward`` (of trajectories, else of rows), ``val_reward`` (mean over validation sets),
-    and for each agent ``agent/<name>/norm``, the norm of its part of the gradient (mean of the step's updates). That is
-    measured with ``verl_ext.agent_gradients``. Without it the estimate is the whole norm times the root of the agent's
-    share of the gradient's energy, right if the agents' gradients are orthogonal and all tokens' score functions
-    equally long.
+    and for each agent ``agent/<name>/norm``, the norm of its part of the gradient (mean of the step's updates), which
+    is measured with ``verl_ext.agent_gradients`` and else estimated (`verl_ext.report.compare.estimated_norms`).
     """
     merged: dict[int, dict[str, Any]] = {}
     for step, data in read_lines(path):
@@ -42,9 +41,7 @@ def read_metrics(path: Path) -> pandas.DataFrame:
         "train_reward": first("trajectory/reward/mean", "critic/score/mean"),
         "val_reward": points[validation].mean(axis=1),
     }
-    for share in [key for key in points if key.startswith("agent/") and key.endswith("/gradient_energy_share")]:
-        agent = share.removesuffix("/gradient_energy_share")
-        estimate = column(points, "actor/grad_norm") * points[share].pow(0.5)
+    for agent, estimate in estimated_norms(points).items():
         more[f"{agent}/norm"] = first(f"{agent}/grad_norm/mean").fillna(estimate)
     return points.assign(**more)
 

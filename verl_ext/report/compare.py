@@ -14,10 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import pandas
+import yaml
 
 from verl_ext.report.logs import METRICS_FILE, LogError, RunLog, find_runs, natural_order, read_run
 
@@ -52,8 +55,7 @@ class Axis:
     scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One chart: a metric and what it is."""
 
     title: str
@@ -87,11 +89,11 @@ def load(
     Raises:
         LogError: there is nothing to read in a path or in all of them, or a pattern fits no run.
     """
-    found: list[Path] = []
-    for path in paths:
-        found += [run for run in find_runs(path) if run.resolve() not in {other.resolve() for other in found}]
+    found: dict[Path, Path] = {}
+    for run in (run for path in paths for run in find_runs(path)):
+        found.setdefault(run.resolve(), run)
     logs = []
-    for path in found:
+    for path in found.values():
         try:
             logs.append(read_run(path))
         except LogError as error:
@@ -104,21 +106,19 @@ def load(
     names = [log.name or name for log, name in zip(logs, short, strict=True)]
     before = [names[:place].count(name) for place, name in enumerate(names)]
     names = [f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True)]
-    unused = set(groups or {})
-    runs = []
+    groups, unused, runs = groups or {}, set(groups or {}), []
     for name, log in zip(names, logs, strict=True):
         match = _SEED.match(name)
         seed = int(match["seed"]) if match else None
         group = match["group"] if match and by_seed and match["group"] else name
-        for chosen, pattern in (groups or {}).items():
-            folder = log.path if log.path.is_dir() else log.path.parent
-            if any(fnmatch.fnmatchcase(text, pattern) for text in (name, str(log.path), str(folder))):
-                group = chosen
-                unused.discard(chosen)
-                break
+        places = (name, str(log.path), str(log.path if log.path.is_dir() else log.path.parent))
+        fits = (key for key, pattern in groups.items() if any(fnmatch.fnmatchcase(text, pattern) for text in places))
+        if (chosen := next(fits, None)) is not None:
+            group = chosen
+            unused.discard(chosen)
         runs.append(Run(name, group, seed, _with_agent_norms(log)))
     if unused:
-        lost = ", ".join(f"{name}={(groups or {})[name]}" for name in sorted(unused))
+        lost = ", ".join(f"{name}={groups[name]}" for name in sorted(unused))
         raise LogError(f"--group {lost}: fits no run; the runs are {', '.join(names)}")
     order = group_names(runs)
     return sorted(runs, key=lambda run: order.index(run.group))
@@ -152,17 +152,21 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(part[max(0, shared) :]) for part in parts]
 
 
-def _with_agent_norms(log: RunLog) -> RunLog:
-    """The log with an estimate of the gradient norm of each agent's rows, where ``verl_ext.agent_gradients`` has not
-    measured it: the whole norm times the root of the agent's share of the gradient energy, exact if the agents'
-    gradients are orthogonal and their tokens' scores equally long.
+def estimated_norms(curves: Mapping[str, pandas.Series]) -> dict[str, pandas.Series]:
+    """From a run's metrics an estimate of the gradient norm of each agent's rows, by ``agent/<name>``: the whole norm
+    times the root of the agent's share of the gradient energy, exact if the agents' gradients are orthogonal and their
+    tokens' scores equally long. ``verl_ext.agent_gradients`` measures it.
     """
-    curves, suffix = log.curves, "/gradient_energy_share"
-    agents = [name.removesuffix(suffix) for name in fnmatch.filter(curves, f"agent/*{suffix}")]
-    if len(agents) < 2 or "actor/grad_norm" not in curves or fnmatch.filter(curves, "agent/*/grad_norm/mean"):
+    suffix, norm = "/gradient_energy_share", curves.get("actor/grad_norm", pandas.Series(dtype=float))
+    shares = fnmatch.filter(curves, f"agent/*{suffix}")
+    return {name.removesuffix(suffix): norm * curves[name].pow(0.5) for name in shares}
+
+
+def _with_agent_norms(log: RunLog) -> RunLog:
+    """The log with `estimated_norms` of a team's agents, if none is measured."""
+    estimates = {f"{agent}/grad_norm_estimate": curve for agent, curve in estimated_norms(log.curves).items()}
+    if len(estimates) < 2 or fnmatch.filter(log.curves, "agent/*/grad_norm/mean"):
         return log
-    norm = curves["actor/grad_norm"]
-    estimates = {f"{agent}/grad_norm_estimate": norm * curves[agent + suffix].pow(0.5) for agent in agents}
     more = pandas.concat(estimates, names=["metric", "step"]).dropna().rename("value").reset_index()
     return replace(log, values=pandas.concat([log.values, more]))
 
@@ -200,40 +204,9 @@ def finite(curve: pandas.Series) -> pandas.Series:
 
 
 _REWARD = ("trajectory/reward/mean", "critic/score/mean", "critic/rewards/mean")
-#: Sections of metrics that have a title, in the order of their panels.
-_SECTIONS = {
-    "Length": {
-        "response_length/mean": "Response length (tokens)",
-        "trajectory/turns/mean": "Turns of a trajectory",
-        "response_length/clip_ratio": "Responses cut at the limit (share)",
-    },
-    "Update": {
-        "actor/grad_norm": "Gradient norm",
-        "actor/ppo_kl": "KL from the old to the new policy",
-        "actor/kl_loss": "KL to the reference policy",
-        "actor/reward_kl_penalty": "KL to the reference policy, in the reward",
-        "actor/entropy": "Entropy",
-        "actor/pg_clipfrac": "Clipped tokens (share)",
-    },
-    "Sampler and trainer": {
-        "training/rollout_probs_diff_mean": "Probabilities of sampler and trainer: mean difference",
-        "training/rollout_probs_diff_max": "Probabilities of sampler and trainer: largest difference",
-        "rollout_corr/kl": "KL from sampler to trainer",
-        "rollout_corr/rollout_is_eff_sample_size": "Effective sample size of the importance weights (share)",
-        "mismatch/mean": "|log p of trainer - log p of sampler|: mean",
-        "mismatch/max": "|log p of trainer - log p of sampler|: largest",
-    },
-}
-_TITLES = {metric: title for panels in _SECTIONS.values() for metric, title in panels.items()}
-_TITLES["training/rollout_actor_probs_pearson_corr"] = "Probabilities of sampler and trainer: correlation"
 _MISMATCH = re.compile("training/rollout_|rollout_corr/|mismatch/|dvp/")
-_AGENT_MAIN = {
-    "score/mean": "mean score of its rows",
-    "gradient_energy_share": "share of the gradient's energy",
-    "grad_norm/mean": "gradient norm of its rows",
-    "grad_norm/max": "gradient norm of its rows, largest update",
-    "grad_norm_estimate": "gradient norm of its rows (estimate)",
-}
+_PANELS = yaml.safe_load(resources.files("verl_ext.report").joinpath("assets", "panels.yaml").read_text("utf-8"))
+_TITLES = {metric: title for own in (*_PANELS["sections"].values(), _PANELS["titles"]) for metric, title in own.items()}
 
 
 def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
@@ -247,13 +220,16 @@ def sections(runs: Sequence[Run], chosen: Sequence[str] = ()) -> list[Section]:
     for pattern in chosen:
         fitting = fnmatch.filter(known, pattern)
         if not fitting:
-            raise LogError(f"--metric {pattern}: no run has such a metric{_nearest(pattern, known)}")
+            near = difflib.get_close_matches(pattern, known, n=3)
+            near = near or [name for name in known if pattern.strip("*") in name][:3]
+            hint = f"near it: {', '.join(near)}" if near else f"there are {len(known)}, all in the page's list"
+            raise LogError(f"--metric {pattern}: no run has such a metric; {hint}")
         first += fitting
     rewards = [name for name in _REWARD if name in counts]
     reward = [Panel("Training reward", max(rewards, key=counts.__getitem__))] if rewards else []
     core = [Panel(_title(name), name) for name in known if name.startswith("val-core/")]
     out = [_section("Chosen", dict.fromkeys(first)), Section("Reward", [*reward, *core], len([*reward, *core]))]
-    for title, panels in _SECTIONS.items():
+    for title, panels in _PANELS["sections"].items():
         main = [name for name in panels if name in counts]
         more = [name for name in known if title == "Sampler and trainer" and _MISMATCH.match(name)]
         out.append(_section(title, dict.fromkeys([*main, *more]), len(main)))
@@ -270,12 +246,13 @@ def _section(title: str, names: Iterable[str], main: int | None = None) -> Secti
 def _agents(known: Sequence[str]) -> Section:
     parts = [match for name in known if (match := _AGENT.match(name))]
     agents = list(dict.fromkeys(match["agent"] for match in parts))
-    titles = {**_AGENT_MAIN, "rows": "rows", "score/std": "deviation of its scores"}
+    titles = _PANELS["agent"] | _PANELS["agent_more"]
     kinds = list(dict.fromkeys([*titles, *(match["what"] for match in parts)]))
     ordered = sorted(parts, key=lambda match: (kinds.index(match["what"]), agents.index(match["agent"])))
     panels = [Panel(f"{match['agent']}: {titles.get(match['what'], match['what'])}", match[0]) for match in ordered]
     # Panels of a lone agent repeat those of the run.
-    return Section("Agents", panels, sum(match["what"] in _AGENT_MAIN for match in parts) if len(agents) > 1 else 0)
+    main = sum(match["what"] in _PANELS["agent"] for match in parts)
+    return Section("Agents", panels, main if len(agents) > 1 else 0)
 
 
 def _models(runs: Sequence[Run]) -> str:
@@ -293,11 +270,6 @@ def _title(metric: str) -> str:
         parts = metric.split("/")
         return f"Validation: {'/'.join(parts[1:-2])}, {' '.join(parts[-2:])}" if len(parts) > 3 else metric
     return _TITLES.get(metric, metric)
-
-
-def _nearest(pattern: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(pattern, known, n=3) or [name for name in known if pattern.strip("*") in name][:3]
-    return f"; near it: {', '.join(near)}" if near else f"; there are {len(known)}, all in the page's list"
 
 
 def smoothed(curve: pandas.Series, window: int) -> pandas.Series:

@@ -50,21 +50,12 @@ def page_data(
         kept = {name: _thin(curve, width if lengths[name] > room else 1) for name, curve in own.items()}
         places = sorted({step for points in kept.values() for step in points.index})
         where = {place: position for position, place in enumerate(places)}
-        rare = {name for name, curve in own.items() if 2 * len(curve) <= len(run.log.steps)}
+        steps, x = list(run.log.steps), {axis.name: _places(run, axis, places) for axis in chosen_axes}
+        rare = {name for name, curve in own.items() if 2 * len(curve) <= len(steps)}
         series.append({str(number[name]): _columns(points, where, rare=name in rare) for name, points in kept.items()})
-        out_runs.append(
-            {
-                "name": run.name,
-                "group": groups.index(run.group),
-                "source": run.log.source,
-                "path": str(run.log.path),
-                "first": min(run.log.steps),
-                "last": max(run.log.steps),
-                "steps": len(run.log.steps),
-                "problems": run.log.problems,
-                "x": {axis.name: _places(run, axis, places) for axis in chosen_axes},
-            }
-        )
+        log = {"source": run.log.source, "path": str(run.log.path), "problems": run.log.problems}
+        reach = {"first": min(steps), "last": max(steps), "steps": len(steps)}
+        out_runs.append({"name": run.name, "group": groups.index(run.group), **log, **reach, "x": x})
     return {
         "title": title,
         "smooth": smooth,

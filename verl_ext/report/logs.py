@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a run, read from what verl's loggers have written: ``file`` (jsonl), ``tensorboard`` or ``wandb`` offline.
 
-What is cut short or damaged is said in `RunLog.problems`, and what is whole is used.
+What is cut short (a killed run leaves such a message) or damaged is said in `RunLog.problems`, and what is whole is
+used. Nothing is sampled.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from google.protobuf.message import DecodeError
 
 from verl_ext.overrides import Failure
-from verl_ext.report.records import RecordError, tensorboard_values, wandb_name, wandb_values
 
 if TYPE_CHECKING:
     import pandas
@@ -36,6 +39,10 @@ _NOT_METRICS = ("checkpoints", "rollouts", "rows", "validation", "hydra", ".hydr
 
 class LogError(Failure):
     """There are no metrics to read; the message says where they were looked for."""
+
+
+class RecordError(ValueError):
+    """A file that isn't what its name says, or that is damaged from some place on; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -167,59 +174,136 @@ def _read(path: Path, anew: bool) -> RunLog:
     """Read one entry of `find_runs`."""
     import pandas
 
-    rows: list[tuple[int, str, float]] = []
+    rows: list[tuple[int, str, Any]] = []
     problems: list[str] = []
     source: Source = "tensorboard" if path.is_dir() else _kind(path)
+    # The time of the start is in the name of an event file: later ones are resumes and win.
+    files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name)) if path.is_dir() else [path]
     try:
         if source == "jsonl":
-            for file in (_kept(path), path):
-                if file.is_file():
-                    rows += _jsonl_rows(file, problems, anew)
-        elif source == "wandb":
-            _read_records(path, wandb_values, rows, problems)
+            for file in filter(Path.is_file, (_kept(path), path)):
+                rows += _jsonl_rows(file, problems, anew)
         else:
-            # The time of the start is in the name: later files are resumes and win.
-            files = sorted(path.glob(_EVENTS), key=lambda file: natural_order(file.name)) if path.is_dir() else [path]
             for file in files:
-                _read_records(file, tensorboard_values, rows, problems)
+                _read_records(file, _wandb_values if source == "wandb" else _tensorboard_values, rows, problems)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
-    if not rows:
+    numbers = [(step, name, number) for step, name, value in rows if (number := _number(value)) is not None]
+    if not numbers:
         raise LogError(" ".join([f"{path}: not one metric in it.", *problems]))
-    values = pandas.DataFrame(rows, columns=["step", "metric", "value"])
+    values = pandas.DataFrame(numbers, columns=["step", "metric", "value"])
     values = values.drop_duplicates(["step", "metric"], keep="last").sort_values("step", kind="stable")
-    return RunLog(path, source, values, problems, wandb_name(path) if source == "wandb" else "")
+    return RunLog(path, source, values, problems, _wandb_name(path) if source == "wandb" else "")
 
 
-def _read_records(
-    file: Path,
-    values: Callable[[Path], Iterator[tuple[int, str, Any]]],
-    rows: list[tuple[int, str, float]],
-    problems: list[str],
-) -> None:
+def _read_records(file: Path, values: Callable[[Path], Iterator[Any]], rows: list[Any], problems: list[str]) -> None:
     try:
-        for step, name, value in values(file):
-            if (number := _number(value)) is not None:
-                rows.append((step, name, number))
+        for value in values(file):
+            rows.append(value)
     except RecordError as error:
         problems.append(str(error))
     except (DecodeError, ValueError) as error:
         problems.append(f"{file}: holds a message that cannot be read ({error}); what stands before it is used")
 
 
-def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, str, float]]:
+def _tensorboard_values(path: Path) -> Iterator[tuple[int, str, float]]:
+    """(step, tag, value) of each scalar in an event file, in the order of writing, by tensorboard's record reader (it
+    checks each record's sum). Raises RecordError: at a record that is cut short or damaged, after the values before it.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
+    from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
+    from tensorboard.util.tensor_util import make_ndarray
+
+    # The reader below tensorboard's EventFileLoader, which is silent about what it cannot read.
+    reader = pywrap_tensorflow.PyRecordReader_New(str(path))
+    for number in itertools.count(1):
+        try:
+            reader.GetNext()
+        except errors.OutOfRangeError:
+            return
+        except errors.DataLossError as error:
+            if "truncated" in str(error):
+                raise RecordError(f"{path}: cut short in record {number}; what stands before it is used") from None
+            raise RecordError(f"{path}: record {number} is damaged, or this is not an event file") from None
+        event = Event.FromString(reader.record())
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                yield event.step, value.tag, value.simple_value
+            elif value.tensor.dtype in (DT_FLOAT, DT_DOUBLE) and (array := make_ndarray(value.tensor)).size == 1:
+                yield event.step, value.tag, array.item()
+
+
+def _wandb_values(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """(step, key, value) of the history in a ``run-*.wandb`` file; a nested key's parts are joined with dots. Raises
+    RecordError: at a record that is cut short or damaged, after the values before it.
+    """
+    for record in _wandb_records(path):
+        items = record.history.item
+        values = {item.key or ".".join(item.nested_key): json.loads(item.value_json or "null") for item in items}
+        # Later versions write the step as a value among the others.
+        step = values.get("_step", record.history.step.num if record.history.HasField("step") else None)
+        if isinstance(step, int):
+            for key, value in values.items():
+                if not key.startswith("_"):
+                    yield step, key, value
+
+
+def _wandb_name(path: Path) -> str:
+    """The display name of the run in a ``run-*.wandb`` file, verl's ``trainer.experiment_name``; empty if unknown."""
+    try:
+        return next((record.run.display_name for record in _wandb_records(path) if record.HasField("run")), "")
+    except RecordError:
+        return ""  # said by _wandb_values
+
+
+def _wandb_records(path: Path) -> Iterator[Any]:
+    """The ``Record`` messages of a wandb file, which is a LevelDB log: blocks of 32 KiB with chunks of (crc32, length,
+    kind), where a message that does not fit in a block goes on in the next. wandb has its reader in a binary; the
+    frames are read here, the messages by wandb's own classes.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, head = 32768, 7
+    full, first, middle, last = 1, 2, 3, 4
+    content = path.read_bytes()
+    if content[:head] != struct.pack("<4sHB", b":W&B", 0xBEE1, 0):
+        raise RecordError(f"{path}: does not begin like a wandb file")
+    position = head
+    whole: bytes | None = None
+    while position < len(content):
+        room = block - position % block
+        if room < head:
+            position += room
+            continue
+        start, position = position, position + head
+        crc, length, kind = struct.unpack_from("<IHB", content, start) if position <= len(content) else (0, room, 0)
+        position += length
+        if position > len(content):
+            raise RecordError(f"{path}: cut short at byte {start}; what stands before it is used")
+        data = content[start + head : position]
+        fits = kind in (full, first) if whole is None else kind in (middle, last)
+        if not fits or zlib.crc32(data, zlib.crc32(bytes([kind]))) != crc:
+            raise RecordError(f"{path}: damaged at byte {start}")
+        whole = (whole or b"") + data
+        if kind in (full, last):
+            yield Record.FromString(whole)
+            whole = None
+    if whole is not None:
+        raise RecordError(f"{path}: cut short at byte {len(content)}; what stands before it is used")
+
+
+def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, str, Any]]:
     lines = file.read_bytes().split(b"\n")
-    rows: list[tuple[int, str, float]] = []
+    rows: list[tuple[int, str, Any]] = []
     bad: list[int] = []
     last, back = -1, ""
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         record = _line(line)
         if record is None:
-            if number == len(lines):
+            if line.strip() and number == len(lines):
                 problems.append(f"{file}: line {number} is cut short; the {number - 1} before it are used")
-            else:
+            elif line.strip():
                 bad.append(number)
             continue
         step, data = record
@@ -228,13 +312,11 @@ def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, 
             back += f"Of the earlier one only what is before step {step} is used" if anew else "The later value wins"
             rows = [row for row in rows if row[0] < step or not anew]
         last = step
-        numbers = ((name, _number(value)) for name, value in data.items())
-        rows += [(step, name, value) for name, value in numbers if value is not None]
+        rows += [(step, name, value) for name, value in data.items()]
     if bad:
         which = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        problems.append(
-            f'{file}: {len(bad)} lines are not {{"step": ..., "data": {{...}}}} (line {which}); the others are used'
-        )
+        what = f'{len(bad)} lines are not {{"step": ..., "data": {{...}}}}'
+        problems.append(f"{file}: {what} (line {which}); the others are used")
     if back:
         problems.append(f"{file}: {back}")
     return rows

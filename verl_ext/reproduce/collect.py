@@ -27,7 +27,7 @@ from verl_ext.reproduce.catalogue import scale_of
 from verl_ext.reproduce.metrics import MetricMissing, Run, Say, evaluate, spike
 from verl_ext.reproduce.noise import Interval
 from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, RunFolder, find_runs, identity
-from verl_ext.reproduce.tables import SCALES, Scale, Table
+from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table
 
 FIGURE_WINDOW = 5
 """Steps at the end of a run over which figures of agents and levels are averaged."""
@@ -83,6 +83,11 @@ class Result:
     problems: Sequence[str]  # what is missing, left out or odd, a sentence each
     commands: Sequence[str]  # that make this table
 
+    @property
+    def shown(self) -> list[Cell]:
+        """Cells that have runs, in the table's order."""
+        return [cell for name, cell in self.scale.cells.items() if name in set(self.ends["cell"])]
+
     @cached_property
     def summary(self) -> pandas.DataFrame:
         """`summarised` values by cell and metric."""
@@ -109,23 +114,20 @@ def collect(table: Table, scale: str, out: Path) -> Result:
     notes = Notes()
     runs = _runs(table, part, Path(out), notes)
     if not runs:
-        said = "".join(f"\n  {text}" for text in notes.texts())
-        for other in SCALES:
-            if other != scale and (folder.parent / other).is_dir():
-                said += f"\n  There are runs at {other} scale: --scale {other}"
-        command, _ = _commands(table, part, Path(out))
-        raise CollectError(f"no complete run of {table.name} at {scale} scale in {folder}.{said}\nRun: {command}")
+        others = [other for other in SCALES if other != scale and (folder.parent / other).is_dir()]
+        said = [*notes.texts(), *(f"There are runs at {other} scale: --scale {other}" for other in others)]
+        head = f"no complete run of {table.name} at {scale} scale in {folder}."
+        raise CollectError("\n  ".join([head, *said]) + f"\nRun: {_commands(table, part, Path(out))[0]}")
     limits = _limits(runs, notes)
     runs = [run.until(limits[run.cell]) for run in runs]
     there = {(run.cell, run.seed) for run in runs}
-    for one in itertools.product(part.runnable, part.seeds):
-        if one not in there:
-            notes.add("no complete run", *one)
+    for cell, seed in itertools.product(part.runnable, part.seeds):
+        if (cell, seed) not in there:
+            notes.add("no complete run", cell, seed)
     values = _values(part, runs, notes)
     days = sorted(str(run.record[key])[:10] for run in runs for key in ("started", "ended") if run.record.get(key))
     log = pandas.concat(
-        curve[numpy.isfinite(curve)].rename("value").rename_axis("step").reset_index()
-        .assign(cell=run.cell, seed=run.seed, metric=key)
+        curve[numpy.isfinite(curve)].rename("value").to_frame().assign(cell=run.cell, seed=run.seed, metric=key)
         for run in runs for key, curve in run.curves.items()
     )  # fmt: skip
     return Result(
@@ -161,11 +163,8 @@ class Notes:
         """A sentence each, in the order in which they were first noted; seeds of a cell stand together."""
         said = []
         for text, cells in self._found.items():
-            runs = [
-                f"{cell}/seed_{seeds[0]}" if len(seeds) == 1 else f"{cell} (seeds {', '.join(map(str, seeds))})"
-                for cell, seeds in cells.items()
-                if cell
-            ]
+            own = [(cell, ", ".join(map(str, seeds)), len(seeds)) for cell, seeds in cells.items() if cell]
+            runs = [f"{cell}/seed_{seeds}" if n == 1 else f"{cell} (seeds {seeds})" for cell, seeds, n in own]
             said.append(f"{', '.join(runs)}: {text}" if runs else text)
         return said
 
@@ -178,32 +177,28 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     """Complete runs of the table; all others are noted."""
     found = []
     for folder in find_runs(out, table, scale):
-
-        def note(text: str, folder: RunFolder = folder) -> None:
-            # The run's name stands before the text.
+        said: list[str] = []
+        try:
+            found.append((_read(folder, table, scale, said.append), not folder.problems))
+        except _LeftOut as error:
+            said.append(f"left out: {error}")
+        for text in said:  # before which the run's name stands
             text = text.replace(f"{folder.path}/", "").replace(str(folder.path), "the folder")
             notes.add(text, folder.cell, folder.seed)
-
-        try:
-            found.append((_read(folder, table, scale, note), not folder.problems))
-        except _LeftOut as error:
-            note(f"left out: {error}")
     # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
-    kept = {
-        run.cell: run.record.get("settings")
-        for run, _ in sorted(found, key=lambda one: (one[1], str(one[0].record.get("started", ""))))
-    }
+    by_start = sorted(found, key=lambda one: (one[1], str(one[0].record.get("started", ""))))
+    kept = {run.cell: run.record.get("settings") for run, _ in by_start}
     runs = []
     for run, sound in found:
         if sound or run.record.get("settings") == kept[run.cell]:
             runs.append(run)
         else:
             notes.add("left out: its settings are not those of the cell's other runs", run.cell, run.seed)
-    extras = [run.record.get("extra", []) for run in runs]
+    extras = [" ".join(run.record.get("extra", [])) for run in runs]
     for run, extra in zip(runs, extras, strict=True):
         if extra:
-            notes.add(f"run with further overrides: {' '.join(extra)}", run.cell, run.seed)
-    if any(extra != extras[0] for extra in extras):
+            notes.add(f"run with further overrides: {extra}", run.cell, run.seed)
+    if len(set(extras)) > 1:
         notes.add("not all runs have the same further overrides: differences may come of those")
     return runs
 
@@ -282,12 +277,11 @@ def _values(scale: Scale, runs: Sequence[Run], notes: Notes) -> pandas.DataFrame
     rows = []
     for run in runs:
         for name, spec in scale.metrics.items():
-            value, reason = None, ""
             try:
                 value = evaluate(spec, run, partial(notes.add, cell=run.cell, seed=run.seed))
                 reason = NOT_REACHED if value is None else ""
             except MetricMissing as error:
-                reason = str(error)
+                value, reason = None, str(error)
                 notes.add(f"no value of {spec.label}: {error}", run.cell, run.seed)
             shown = math.nan if value is None else value * spec.times * (100 if spec.percent else 1)
             rows.append((run.cell, name, run.seed, shown, reason))
@@ -336,11 +330,6 @@ def _known(values: pandas.DataFrame, cell: str | None, metric: str) -> pandas.Se
     return own["value"].dropna() if NOT_REACHED not in set(own["reason"]) else own["value"].iloc[:0]
 
 
-def _columns(interval: Interval | None) -> dict[str, float]:
-    """An interval as columns of a frame."""
-    return {key: value for key, value in asdict(interval).items() if key != "value"} if interval else {}
-
-
 def _differences(scale: Scale, values: pandas.DataFrame) -> pandas.DataFrame:
     pairs = [(name, scale.baseline) for name in scale.cells if scale.baseline not in (None, name)]
     rows: list[dict[str, Any]] = []
@@ -349,16 +338,16 @@ def _differences(scale: Scale, values: pandas.DataFrame) -> pandas.DataFrame:
             ours, theirs = _known(values, cell, name), _known(values, other, name)
             if len(ours) and len(theirs):
                 value, interval = noise.difference(ours, theirs)
+                noise_of = asdict(interval) if interval else {}
                 found = {"cell": cell, "baseline": other, "metric": name, "difference": value}
-                rows.append({**found, **_columns(interval), "verdict": verdict_of(interval, spec.higher)})
+                rows.append({**found, **noise_of, "verdict": verdict_of(interval, spec.higher)})
     columns = ["cell", "baseline", "metric", "difference", "low", "high", "dof", "detectable", "verdict"]
     return pandas.DataFrame(rows, columns=columns)
 
 
 def verdict_of(interval: Interval | None, higher: bool | None) -> str:
-    """What a difference (None: the noise is unknown) says of a claim that the cell is better than the other one.
-
-    `higher`: whether higher is better; None for a metric of which the claim does not speak.
+    """What a difference (None: the noise is unknown) says of a claim that the cell is better than the other one;
+    `higher`: whether higher is better, None for a metric of which the claim does not speak.
     """
     if interval is None:
         return UNKNOWN
@@ -371,7 +360,7 @@ def _beside(table: Table, values: pandas.DataFrame) -> pandas.DataFrame:
     rows = []
     for one in table.published:
         own, other = (_known(values, cell, one.metric) for cell in (one.cell, one.relative_to))
-        ours, interval = None, None
+        ours, interval = math.nan, None
         if one.relative_to is None and len(own):
             ours, interval = float(own.mean()), noise.mean_interval(own)
         elif len(own) and len(other) and not one.ratio:
@@ -383,11 +372,10 @@ def _beside(table: Table, values: pandas.DataFrame) -> pandas.DataFrame:
             if logs is not None:
                 low, high = (100 * math.expm1(end) for end in (logs.low, logs.high))
                 interval = Interval(ours, low, high, logs.dof, math.nan)
-        verdict = "no value of ours" if ours is None else UNKNOWN
+        verdict = "no value of ours" if math.isnan(ours) else UNKNOWN
         if interval is not None:
             verdict = f"{'inside' if interval.holds(one.value) else 'outside'} the noise"
-        gap = None if ours is None else ours - one.value
-        found = {**asdict(one), "relative_to": one.relative_to or ""}  # a frame has no None among its texts
-        rows.append({**found, "ours": ours, **_columns(interval), "gap": gap, "verdict": verdict})
+        found = (asdict(interval) if interval else {}) | asdict(one) | {"relative_to": one.relative_to or ""}
+        rows.append({**found, "ours": ours, "gap": ours - one.value, "verdict": verdict})
     columns = ["cell", "metric", "value", "certainty", "relative_to", "note", "ratio", "ours", "low", "high", "gap"]
     return pandas.DataFrame(rows, columns=[*columns, "verdict"])

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 import textwrap
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,28 +135,18 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = tables()
-    data = plan.data_home()
-    for table in found:
-        alias = f"  (alias {table.method})" if table.default else ""
-        print(f"{table.name}{alias}: {table.title}")
-        print(f"  paper:     {table.paper}")
-        counts = Counter(number.certainty for number in table.published)
-        marks = ", ".join(f"{counts[mark]} {mark}" for mark in counts)
-        print(f"  published: {plan.number(len(table.published), 'number')}{f' ({marks})' if marks else ''}")
-        for scale in filter(None, (table.full, table.laptop)):
-            cells = find_cells(scale, None)
-            print(_wrapped(f"  {scale.name}:".ljust(13), f"cells {', '.join(cell.name for cell in cells)}"))
-            print(_wrapped(" " * 13, plan.cost(scale, cells, scale.seeds)))
-            missing = needs.lacks(table, scale, cells, data=data)
-            said = "lacks here: " + "; ".join(one.what for one in missing) if missing else "can run here"
-            print(_wrapped(" " * 13, said))
-        if table.laptop_of is not None:
-            print(f"  laptop:    that of {table.laptop_of}")
-        print()
-    seen = needs.gpus()
-    print(f"Seen here: {plan.number(seen, 'GPU')}, {os.cpu_count()} CPU cores; data in {data}.")
-    print("Next: verl-ext reproduce plan TABLE, then verl-ext reproduce run TABLE [--scale laptop]")
+    text = plan.template("list.txt.jinja").render(
+        tables=tables(),
+        data=plan.data_home(),
+        gpus=needs.gpus(),
+        cores=os.cpu_count(),
+        find_cells=find_cells,
+        cost=plan.cost,
+        lacks=needs.lacks,
+        number=plan.number,
+        wrapped=_wrapped,
+    )
+    print(text, end="")
     return 0
 
 
@@ -208,16 +197,15 @@ def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | Non
     # The demo makes the model and the data first, and prints verl's own command as it starts it.
     where = ["--steps", str(steps or scale.steps), "--seed", str(seed), "--out", str(folder)]
     what = ["--task", str(scale.task), "--recipe", ",".join(cell.recipe)]
-    words = plan.words(plan.merged(scale.overrides, cell.overrides))
+    words = plan.words(scale.overrides, cell.overrides)
     return shlex.join(["verl-ext", "demo", *where, *what, *words])
 
 
 def _prepare(args: argparse.Namespace) -> int:
     from verl_ext.reproduce import prepare
 
-    return prepare.main(
-        find_table(args.table), args.source, args.only, args.out, args.any_count, args.check and args.memory_mb
-    )
+    memory_mb = args.memory_mb if args.check else 0
+    return prepare.main(find_table(args.table), args.source, args.only, args.out, args.any_count, memory_mb)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -23,33 +23,30 @@ from verl_ext.reproduce import plan
 Stamp = tuple[int, int]
 
 
-class DumpMissing(ValueError):
-    """There is no dump to use, or it does not say what is asked; the message says what is missing."""
+class MetricMissing(ValueError):
+    """A run has no value of a metric; the message says why."""
 
 
 def last_dump(folder: Path, limit: int) -> Path:
-    """The dump of the last validation up to step `limit` in verl's ``trainer.validation_data_dir``. Raises DumpMissing:
-    there is none.
-    """
+    """The last validation's dump up to step `limit` in ``trainer.validation_data_dir``. Raises MetricMissing: none."""
     steps = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal() and int(path.stem) <= limit]
     if not steps:
         what = f"no validation dump of a step up to {limit} in {folder.name}/"
-        raise DumpMissing(f"{what} (trainer.validation_data_dir writes them)")
+        raise MetricMissing(f"{what} (trainer.validation_data_dir writes them)")
     return folder / f"{max(steps)}.jsonl"
 
 
 def read_dump(path: Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Samples of a dump, each by its last output, and what is not whole and left out, a sentence each.
-
-    A sample is a row, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without
-    its texts. Raises DumpMissing: there is none.
+    """Samples of a dump, each by its last output, and what is not whole and left out, a sentence each. A sample is a
+    row, in the order of the file: ``task``, which tells tasks apart, and the fields of the dump without its texts.
+    Raises MetricMissing: there is none.
     """
     return _samples(path, _stamp(path))
 
 
 def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Data source by task of a dump, by the data sets (`sets`) that were validated on, and a sentence on the tasks that
-    are in none of them, which are left out. Raises DumpMissing: it cannot be told.
+    are in none of them, which are left out. Raises MetricMissing: it cannot be told.
     """
     samples, _ = read_dump(path)
     if "data_source" in samples:
@@ -58,7 +55,7 @@ def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[st
     files = [Path(plan.data_file(name)) for name in sets]
     missing = [name for name, file in zip(sets, files, strict=True) if not file.exists()]
     if missing:
-        raise DumpMissing(
+        raise MetricMissing(
             f"data sources cannot be told: the dump does not say them (the reward function may return data_source), "
             f"and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not prepared here"
         )
@@ -67,14 +64,12 @@ def sources_of(path: Path, sets: Sequence[str]) -> tuple[dict[str, str], list[st
 
 def _stamp(path: Path) -> Stamp:
     """Changes when the file does."""
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
+    return path.stat().st_mtime_ns, path.stat().st_size
 
 
 def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
-    """A row an output, with ``task``, ``sample`` and ``turn`` of its uid; and the number of lines that are not whole.
-
-    A record without a uid of that form is a sample of its own, of the task that its input text says.
+    """A row an output, with ``task``, ``sample`` and ``turn`` of its uid; and the number of lines that are not whole. A
+    record without a uid of that form is a sample of its own, of the task that its input text says.
     """
     whole, broken = [], 0
     for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
@@ -83,16 +78,13 @@ def _outputs(path: Path) -> tuple[pandas.DataFrame, int]:
         except (ValueError, TypeError):
             broken += 1
     if not whole:
-        raise DumpMissing(f"{path.parent.name}/{path.name} has no sample")
+        raise MetricMissing(f"{path.parent.name}/{path.name} has no sample")
     frame = pandas.DataFrame(whole)
     texts = frame.reindex(columns=["uid", "input"]).astype(object).fillna("").astype(str)
-    uid = texts["uid"].str.extract(r"^(.*)_(\d+)_(\d+)$")
-    other = uid[0].isna()
-    frame["task"] = uid[0].where(~other, texts["input"])
-    frame["sample"] = uid[1].where(~other, [f"line {number}" for number in frame.index])
-    frame["turn"] = uid[2].where(~other, "0").astype(int)
-    frame["input"] = texts["input"]
-    return frame, broken
+    uid = texts["uid"].str.extract(r"^(?P<task>.*)_(?P<sample>\d+)_(?P<turn>\d+)$")
+    lines = pandas.Series([f"line {number}" for number in frame.index])
+    uid = uid.fillna({"task": texts["input"], "sample": lines, "turn": "0"}).astype({"turn": int})
+    return frame.assign(**uid, input=texts["input"]), broken
 
 
 # Many metrics are read from one dump; its texts, which are nearly all of it, are not kept.

@@ -37,14 +37,10 @@ from typing import Any
 import numpy
 import pandas
 
-from verl_ext.reproduce.dumps import DumpMissing, last_dump, read_dump, sources_of
+from verl_ext.reproduce.dumps import MetricMissing, last_dump, read_dump, sources_of
 from verl_ext.reproduce.tables import MetricSpec
 
 Say = Callable[[str], None]
-
-
-class MetricMissing(ValueError):
-    """A run has no value of a metric; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def _not_finite(curve: pandas.Series) -> str:
     """The steps at which a curve is not a finite number, as a text; empty if there are none."""
     steps = curve.index[~numpy.isfinite(curve)].tolist()
     shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-    return "" if not steps else f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+    return f"step{'' if len(steps) == 1 else 's'} {shown}" if steps else ""
 
 
 def _finite(curve: pandas.Series, say: Say) -> pandas.Series:
@@ -145,9 +141,8 @@ def _token_counts(spec: MetricSpec, run: Run) -> pandas.Series:
 
 
 def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
-    """How far the largest gradient norm stands out: over the median of all steps. NaN without a positive median.
-
-    `norms` are means over a step's updates, `peaks` the largest of a step's updates, if they are known.
+    """Largest gradient norm over the median of all steps; NaN without a positive median. `norms` are means over a
+    step's updates, `peaks` the largest of a step's updates, if they are known.
     """
     middle = norms.median()
     largest = (norms if peaks is None or peaks.empty else peaks).max()
@@ -156,10 +151,8 @@ def spike(norms: pandas.Series, peaks: pandas.Series | None = None) -> float:
 
 def spike_steps(norms: pandas.Series, factor: float = 3.0, window: int = 20) -> list[int]:
     """Steps with a gradient-norm spike: a value above `factor` times the median of the `window` (at least 3) values
-    before.
-
-    The first three values have too little before them and are never spikes. A value that is not finite is one wherever
-    it stands, and is left out of the medians.
+    before. The first three values have too little before them and are never spikes. A value that is not finite is one
+    wherever it stands, and is left out of the medians.
     """
     finite = norms[numpy.isfinite(norms)]
     median = finite.rolling(window, min_periods=3).median().shift()
@@ -168,10 +161,9 @@ def spike_steps(norms: pandas.Series, factor: float = 3.0, window: int = 20) -> 
 
 
 def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, window: int = 1) -> float | None:
-    """Token cost of a score: tokens of all steps up to the first at which the running mean reaches the threshold.
-
-    `tokens` are of the batch, by training step; `scores` may be known at some steps only, and at step 0 (before
-    training, at no cost). The mean is defined once there are `window` scores. None if the threshold is not reached.
+    """Token cost of a score: tokens of all steps up to the first at which the mean of the last `window` scores reaches
+    the threshold; None if it is not reached. `tokens` are of the batch, by training step; `scores` may be known at some
+    steps only, and at step 0 (before training, at no cost).
     """
     # The exactly rounded mean: a score that equals the threshold reaches it.
     means = scores.rolling(window).apply(statistics.fmean, raw=True)
@@ -204,9 +196,8 @@ def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1): the
-    probability that `k` of n `samples`, drawn without replacement, hold one of the c `correct` ones. Raises ValueError:
-    no such case.
+    """Unbiased pass@k of one task, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1): the chance
+    that `k` of n `samples` without replacement hold one of the c `correct` ones. Raises ValueError: no such case.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {correct} correct ones among {samples} samples")
@@ -217,20 +208,17 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def _samples(spec: MetricSpec, run: Run, say: Say) -> pandas.DataFrame:
     """Samples of the last validation with their ``source``, which is the same for all if none is asked for."""
-    try:
-        dump = last_dump(run.path / "validation", run.end)
-        samples, problems = read_dump(dump)
-        samples = samples.assign(source="")
-        wanted = spec.options.get("source", ())
-        # With one data set there is nothing to tell apart.
-        if wanted and len(run.sources) != 1:
-            sources, unplaced = sources_of(dump, run.sources)
-            said = "no sample of data source {} is in the validation dump"
-            names = matching([wanted] if isinstance(wanted, str) else wanted, sorted(set(sources.values())), said)
-            samples["source"] = samples["task"].map(sources)
-            samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
-    except DumpMissing as error:
-        raise MetricMissing(str(error)) from error
+    dump = last_dump(run.path / "validation", run.end)
+    samples, problems = read_dump(dump)
+    samples = samples.assign(source="")
+    wanted = spec.options.get("source", ())
+    # With one data set there is nothing to tell apart.
+    if wanted and len(run.sources) != 1:
+        sources, unplaced = sources_of(dump, run.sources)
+        said = "no sample of data source {} is in the validation dump"
+        names = matching([wanted] if isinstance(wanted, str) else wanted, sorted(set(sources.values())), said)
+        samples["source"] = samples["task"].map(sources)
+        samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
     for text in problems:
         say(text)
     return samples

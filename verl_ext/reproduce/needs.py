@@ -7,8 +7,8 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_ext.reproduce import plan
 from verl_ext.reproduce.tables import Cell, Scale, Table
@@ -24,8 +24,7 @@ _INSTALL = {
 }
 
 
-@dataclass(frozen=True)
-class Lack:
+class Lack(NamedTuple):
     """Something that is missing."""
 
     what: str  # a few words
@@ -93,7 +92,21 @@ def lacks(
             found.append(Lack(f"the environment variable {variable} is not set", f"export {variable}=... ({text})"))
     said = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in extra}
     splits = [split for split in ("train", "val") if f"data.{split}_files" not in said]
-    found += _data(table, [name for split in splits for name in scale.data.get(split, ())], data, sums)
+    names = list(dict.fromkeys(name for split in splits for name in scale.data.get(split, ())))
+    folder = plan.data_home() if data is None else data
+    absent = [name for name in names if not Path(plan.data_file(name, folder)).is_file()]
+    if absent:
+        command = f"verl-ext reproduce prepare {table.name} (without a network: --from FOLDER)"
+        found.append(Lack(f"no data {', '.join(absent)} in {folder}", command))
+    if sums:
+        from verl_ext.reproduce.prepare import PrepareError, verify
+
+        for name in names:
+            try:
+                if name not in absent:
+                    verify(name, folder)
+            except PrepareError as error:
+                found.append(Lack(f"the data {name} cannot be used", str(error)))
     hardware = scale.hardware
     if hardware is not None and not environment.get("RAY_ADDRESS"):
         each, nodes = (
@@ -107,24 +120,4 @@ def lacks(
         elif seen < each:
             what = f"{each} GPUs are needed and {seen} are seen"
             found.append(Lack(what, f"run it where they are, send it there with {send}, or try --scale laptop"))
-    return found
-
-
-def _data(table: Table, names: Sequence[str], folder: Path | None, sums: bool) -> list[Lack]:
-    folder = plan.data_home() if folder is None else folder
-    names = list(dict.fromkeys(names))
-    absent = [name for name in names if not Path(plan.data_file(name, folder)).is_file()]
-    found = []
-    if absent:
-        command = f"verl-ext reproduce prepare {table.name} (without a network: --from FOLDER)"
-        found.append(Lack(f"no data {', '.join(absent)} in {folder}", command))
-    if sums:
-        from verl_ext.reproduce.sources import PrepareError, verify
-
-        for name in names:
-            try:
-                if name not in absent:
-                    verify(name, folder)
-            except PrepareError as error:
-                found.append(Lack(f"the data {name} cannot be used", str(error)))
     return found

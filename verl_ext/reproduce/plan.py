@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import home
+from verl_ext.recipes import find_recipe
 from verl_ext.reproduce.catalogue import load_yaml
 from verl_ext.reproduce.tables import Cell, Scale, Table
 
@@ -47,9 +48,8 @@ def data_file(source: str, folder: Path | str | None = None) -> str:
 
 
 def hydra_value(value: Any) -> str:
-    """A YAML value as Hydra's command line writes it: quoted where its grammar needs that.
-
-    A text that Hydra reads as a number or as true, false or null is left as it is: ``1e-6`` is a text in YAML 1.1.
+    """A YAML value as Hydra's command line writes it: quoted where its grammar needs that. A text that Hydra reads as a
+    number or as true, false or null is left as it is: ``1e-6`` is a text in YAML 1.1.
     """
     if value is None:
         return "null"
@@ -67,9 +67,8 @@ def hydra_value(value: Any) -> str:
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of several mappings, a later one winning; ``+key`` and ``++key`` are the same key as ``key``.
-
-    A key keeps its first place, and the spelling with the most ``+``.
+    """Overrides of several mappings, a later one winning; ``+key`` and ``++key`` are the same as ``key``. A key keeps
+    its first place, and the spelling with the most ``+``.
     """
     found: dict[str, tuple[str, Any]] = {}
     for key, value in (pair for part in parts for pair in part.items()):
@@ -78,9 +77,9 @@ def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found.values())
 
 
-def words(overrides: Mapping[str, Any]) -> list[str]:
-    """``key=value`` for each override."""
-    return [f"{key}={hydra_value(value)}" for key, value in overrides.items()]
+def words(*overrides: Mapping[str, Any]) -> list[str]:
+    """``key=value`` for each of the overrides, which are `merged`."""
+    return [f"{key}={hydra_value(value)}" for key, value in merged(*overrides).items()]
 
 
 def full_words(
@@ -91,17 +90,15 @@ def full_words(
     data: Path | str | None = None,
     steps: int | None = None,
 ) -> list[str]:
-    """The Hydra overrides of a full-scale cell, in the order in which a person would read them.
-
-    This is the only place where they are written: `run`, `plan` and the launch scripts take them from here. `seed`, the
-    run's `folder` and that of prepared `data` (default: :func:`data_home`) may be texts with shell variables; `steps`
-    are in place of the table's.
+    """The Hydra overrides of a full-scale cell, in the order in which a person would read them: `run`, `plan` and the
+    launch scripts take them from here. `seed`, the run's `folder` and that of prepared `data` (default:
+    :func:`data_home`) may be texts with shell variables; `steps` are in place of the table's.
     """
     scale, hardware = table.full, table.full.hardware
     assert hardware is not None  # the loader demands it of a full scale
     steps = scale.steps if steps is None else steps
     files = {split: [data_file(name, data) for name in names] for split, names in sorted(scale.data.items())}
-    overrides = merged(
+    overrides = words(
         {f"data.{split}_files": paths for split, paths in files.items() if paths},
         {"actor_rollout_ref.model.path": scale.models[0]},
         # verl keeps every checkpoint of a run, terabytes with optimizer states; a table may say another number.
@@ -123,7 +120,7 @@ def full_words(
             **({} if steps is None else {"trainer.total_training_steps": steps}),
         },
     )
-    return [f"+recipe=[{','.join(cell.recipe)}]", *words(overrides), f"+{_LOG}={folder}/metrics.jsonl"]
+    return [f"+recipe=[{','.join(cell.recipe)}]", *overrides, f"+{_LOG}={folder}/metrics.jsonl"]
 
 
 def experiment(table: Table, scale: Scale, cell: Cell, seed: int | str) -> str:
@@ -140,7 +137,7 @@ def laptop_overrides(table: Table, cell: Cell, seed: int, folder: Path) -> list[
         "trainer.validation_data_dir": f"{folder}/validation",
         f"+{_LOG}": f"{folder}/metrics.jsonl",
     }
-    return words(merged(common, scale.overrides, cell.overrides))
+    return words(common, scale.overrides, cell.overrides)
 
 
 def template(name: str) -> Any:
@@ -157,9 +154,8 @@ def template(name: str) -> Any:
 
 
 def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
-    """All that decides what a cell computes, by key: its recipes and what is in them, overrides, data and task.
-
-    Neither the seed nor the number of steps nor any path is in it. Two runs with equal settings belong to one cell.
+    """All that decides what a cell computes, by key: its recipes and what is in them, overrides, data and task; neither
+    seed nor number of steps nor any path. Two runs with equal settings belong to one cell.
     """
     found, names = {"recipe": ",".join(cell.recipe)}, list(cell.recipe)
     if scale.name == "laptop":
@@ -169,21 +165,15 @@ def settings(table: Table, scale: Scale, cell: Cell) -> dict[str, str]:
         found["task"] = task.name
         found |= {f"task.{key}": hydra_value(value) for key, value in asdict(task.settings).items() if key != "steps"}
         names = recipe_list(task, cell.recipe)
-        overrides = [*task.overrides, *words(merged(scale.overrides, cell.overrides))]
+        overrides = [*task.overrides, *words(scale.overrides, cell.overrides)]
     else:
         overrides = full_words(table, cell, 0, "", "")[1:]
     found |= {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
-    found |= {f"recipe/{name}.yaml": _digest(name) for name in names}
+    for name in names:
+        content = json.dumps(load_yaml(find_recipe(name).path), sort_keys=True)  # without the file's comments
+        found[f"recipe/{name}.yaml"] = hashlib.sha256(content.encode()).hexdigest()[:12]
     hidden = {*_RUN_LOCAL, *(() if scale.steps is None else ("trainer.total_training_steps",))}
     return {key: value for key, value in found.items() if key not in hidden}
-
-
-def _digest(recipe: str) -> str:
-    """Of what a recipe file says, whatever its comments."""
-    from verl_ext.recipes import find_recipe
-
-    content = load_yaml(find_recipe(recipe).path)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -8,36 +8,144 @@ The sum is checked when the data set is used again. Nothing is put in place befo
 
 from __future__ import annotations
 
+import functools
 import gzip
+import hashlib
 import json
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
+from verl_ext.overrides import Failure
 from verl_ext.recipes import suggestion
+from verl_ext.report.logs import natural_order
 from verl_ext.reproduce import plan
-from verl_ext.reproduce.sources import (
-    BOXED,
-    PLAIN,
-    PrepareError,
-    Source,
-    digest_of,
-    find_source,
-    manifest_of,
-    source_names,
-    target_of,
-    verify,
-)
-from verl_ext.reproduce.tables import Table
+from verl_ext.reproduce.catalogue import load_yaml
+from verl_ext.reproduce.tables import Certainty, Table
+
+PLAIN = ".plain"
+"""Ending of a mathematics data set's name: the question alone."""
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+"""Stands below every question of a mathematics data set that is not plain."""
 
 
-def candidates(source: Source) -> list[str]:
-    """Where a local folder may hold the data set, relative to it, in the order in which they are tried."""
-    own = [f"{source.base}{ending}" for ending in (".parquet", ".jsonl", ".json", ".jsonl.gz", "/*.parquet")]
-    return [*own, *source.files]
+class PrepareError(Failure):
+    """A data set cannot be prepared or used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of ``sources.yaml``."""
+
+    name: str  # as tables say it, :data:`PLAIN` included
+    title: str  # for people
+    kind: Literal["math", "qa", "kernel_task", "kernel_code", "environment", "corpus"]  # how a record becomes a row
+    certainty: Certainty  # of `rows`
+    rows: int | None = None  # to be written; None: not known
+    # Arguments of ``datasets.load_dataset``; without `hub` a hub has it not.
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    files: tuple[str, ...] = ()  # further places below a local folder, which may be patterns
+    columns: Mapping[str, str] = field(default_factory=dict)  # the kind's field to the record's column
+    license: str | None = None  # as stated by the data set's page; None: not known
+    note: str = ""  # a sentence
+    tables: tuple[str, ...] = ()  # that may want it though their runs do not read it (a corpus)
+    # Of an environment's tasks.
+    environment: str = ""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+    draw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """The name without :data:`PLAIN`."""
+        return self.name.removesuffix(PLAIN)
+
+    @property
+    def places(self) -> list[str]:
+        """Where a local folder may hold it, relative to the folder, in the order in which they are tried."""
+        own = [f"{self.base}{ending}" for ending in (".parquet", ".jsonl", ".json", ".jsonl.gz", "/*.parquet")]
+        return [*own, *self.files]
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what is written."""
+        said = [self.name, self.kind, self.config, self.split, dict(self.columns), self.environment, dict(self.kwargs)]
+        text = json.dumps([*said, self.data_source, dict(self.draw), BOXED], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_SOURCE = TypeAdapter(Source)
+
+
+@functools.cache
+def _entries() -> Mapping[str, Mapping[str, Any]]:
+    content = load_yaml(Path(__file__).with_name("sources.yaml"))
+    whole = {name: {**content.get(one.pop("extends", None), {}), **one} for name, one in content.items()}
+    for one in whole.values():
+        one["files"] = [file.format_map(one) for file in one.get("files", ())]
+    return whole
+
+
+def source_names() -> list[str]:
+    """Names of all data sets, without the plain variants."""
+    return list(_entries())
+
+
+def find_source(name: str) -> Source:
+    """The data set of this name. Raises PrepareError: there is none."""
+    entry = _entries().get(name.removesuffix(PLAIN))
+    if entry is None or (name.endswith(PLAIN) and entry["kind"] != "math"):
+        raise PrepareError(f"unknown data set {name!r}{suggestion(name, source_names())}")
+    return _SOURCE.validate_python({**entry, "name": name})
+
+
+def target_of(source: Source, folder: Path) -> Path:
+    """The file that a data set is prepared in."""
+    return folder / f"{source.name}.jsonl" if source.kind == "corpus" else Path(plan.data_file(source.name, folder))
+
+
+def manifest_of(source: Source, folder: Path) -> Path:
+    """The manifest beside it."""
+    return folder / f"{source.name}.manifest.json"
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(name: str, folder: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared data set whose file is as it was written; None if it is not prepared. Raises
+    PrepareError: the file or its manifest is missing, was changed, or was made by another definition.
+    """
+    source = find_source(name)
+    path, manifest_path = target_of(source, folder), manifest_of(source, folder)
+    missing = [one for one in (path, manifest_path) if not one.exists()]
+    if len(missing) == 2:
+        return None
+    again = f"Delete {path} and {manifest_path.name}, then prepare it again."
+    if missing:
+        raise PrepareError(f"{name}: {missing[0]} is missing beside its other half. {again}")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        expected, definition = manifest["sha256"], manifest["definition"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PrepareError(f"{name}: {manifest_path} cannot be read as a manifest. {again}") from error
+    if digest_of(path) != expected:
+        raise PrepareError(f"{name}: {path} is not what was prepared (its sha256 differs from the manifest's). {again}")
+    if definition != source.digest:
+        raise PrepareError(f"{name}: {path} was prepared by another definition of the data set. {again}")
+    return manifest
 
 
 def read_file(path: Path) -> Iterator[dict[str, Any]]:
@@ -80,14 +188,10 @@ def _raw_records(path: Path) -> Iterator[Any]:
             yield from (json.loads(line) for line in file if line.strip())
 
 
-def _on_hub(source: Source) -> str:
-    return f"{source.hub} ({f'configuration {source.config}, ' if source.config else ''}split {source.split})"
-
-
 def both_ways(table: str, source: Source, places: bool = True) -> str:
     """How to get a data set, with and without a network; `places`: say which files a local folder may have."""
     command = f"verl-ext reproduce prepare {table} --only {source.name}"
-    where = f", where FOLDER holds one of: {', '.join(candidates(source))}" if places else ""
+    where = f", where FOLDER holds one of: {', '.join(source.places)}" if places else ""
     if source.hub is None:
         return f"Get it with {command} --from FOLDER{where}."
     return f"With a network: {command}. Without: {command} --from FOLDER{where}."
@@ -180,10 +284,10 @@ def prepare(
     try:
         if source.kind == "environment":
             origin = f"seeds of {source.environment}"
-            count = _write_parquet(environment_rows(source), work)
+            count = _write_rows(environment_rows(source), work)
         else:
             records, origin = _records(source, local, table)
-            write = _write_corpus if source.kind == "corpus" else _write_rows
+            write = _write_corpus if source.kind == "corpus" else _write_records
             count = write(source, records, work)
         if not count:
             raise PrepareError(f"{source.name}: {origin} holds no record")
@@ -206,37 +310,33 @@ def _folder(local: Path) -> None:
         raise PrepareError(f"--from {local}: there is no such folder")
 
 
-def _place(path: Path) -> tuple[int, str]:
-    """KernelBench's problems by their numbers, other files by their names."""
-    return int(path.stem.partition("_")[0]) if path.suffix == ".py" else 0, str(path)
-
-
 def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[dict[str, Any]], str]:
     """Records of a data set, and where they come from."""
     if local is not None:
         _folder(local)
-        places = (sorted(filter(Path.is_file, local.glob(one)), key=_place) for one in candidates(source))
-        if not (files := next(filter(None, places), [])):
-            raise PrepareError(
-                f"{source.name} ({source.title}) is not in {local}: looked for {', '.join(candidates(source))}. "
-                f"{both_ways(table, source, places=False)}"
-            )
+        # KernelBench's problems by their numbers, other files by their names.
+        found = (filter(Path.is_file, local.glob(place)) for place in source.places)
+        files = next(filter(None, (sorted(own, key=lambda file: natural_order(str(file))) for own in found)), [])
+        if not files:
+            looked = f"is not in {local}: looked for {', '.join(source.places)}."
+            raise PrepareError(f"{source.name} ({source.title}) {looked} {both_ways(table, source, places=False)}")
         return (record for path in files for record in read_file(path)), ", ".join(map(str, files))
     if source.hub is None:
         raise PrepareError(f"{source.name} ({source.title}) is not fetched from a hub. {both_ways(table, source)}")
     import datasets
 
+    hub = f"{source.hub} ({f'configuration {source.config}, ' if source.config else ''}split {source.split})"
     try:
-        return datasets.load_dataset(source.hub, source.config, split=source.split), _on_hub(source)
+        return datasets.load_dataset(source.hub, source.config, split=source.split), hub
     except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
         said = " ".join(str(error).split())[:200]
         raise PrepareError(
-            f"{source.name} ({source.title}): the hub's {_on_hub(source)} cannot be fetched "
+            f"{source.name} ({source.title}): the hub's {hub} cannot be fetched "
             f"({type(error).__name__}: {said}). {both_ways(table, source)}"
         ) from error
 
 
-def _write_rows(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
+def _write_records(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
     rows = []
     for number, record in enumerate(records):
         try:
@@ -245,10 +345,10 @@ def _write_rows(source: Source, records: Iterable[Mapping[str, Any]], path: Path
             raise
         except (TypeError, ValueError) as error:  # a text where a number or an object is meant
             raise PrepareError(f"{source.name}, record {number}: not of the expected form ({error})") from error
-    return _write_parquet(rows, path)
+    return _write_rows(rows, path)
 
 
-def _write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
+def _write_rows(rows: list[dict[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -298,16 +398,11 @@ def check(source: Source, folder: Path, memory_mb: int) -> None:
 
 
 def main(
-    table: Table,
-    source: Path | None,
-    only: Sequence[str] | None,
-    out: Path | None,
-    any_count: bool,
-    memory_mb: int | None = None,
+    table: Table, source: Path | None, only: Sequence[str] | None, out: Path | None, any_count: bool, memory_mb: int = 0
 ) -> int:
     """Prepare the data sets of a table (those in `only`) from the folder `source` (None: the hub) in `out` (None:
-    :func:`verl_ext.reproduce.plan.data_home`), and say what was done; `memory_mb` asks for `check` of KernelBench's
-    problems. Returns 0, or 1 if a data set is missing or wrong; the others are prepared all the same.
+    :func:`verl_ext.reproduce.plan.data_home`), and say what was done; `memory_mb` (0: not) asks for `check` of
+    KernelBench's problems. Returns 0, or 1 if a data set is missing or wrong; the others are prepared all the same.
     """
     folder, failed = out or plan.data_home(), []
     names = names_of(table, only)

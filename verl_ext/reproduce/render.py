@@ -47,18 +47,16 @@ def main(table: Table, scale: str, out: Path) -> int:
     return 0
 
 
-def caption(result: Result) -> str:
-    """What the table is, in a line: it stands over every form of it."""
-    return LAPTOP if result.scale.name == "laptop" else FULL
-
-
-def heading(result: Result) -> str:
-    """What was run: the paper's experiment, or at laptop scale the task and its model."""
+def heading(result: Result) -> tuple[str, str]:
+    """What stands over every form of the table: what was run (the paper's experiment, or at laptop scale the task and
+    its model), and what kind of table it is.
+    """
     from verl_ext.demo.tasks import TASKS
 
     if result.scale.name == "laptop":
-        return f"Task {result.scale.task}, with a model made for it: {TASKS[str(result.scale.task)].summary}"
-    return result.table.title
+        task = str(result.scale.task)
+        return f"Task {task}, with a model made for it: {TASKS[task].summary}", LAPTOP
+    return result.table.title, FULL
 
 
 def number(value: float | None, spec: MetricSpec, sign: bool = False, size: float | None = None) -> str:
@@ -104,14 +102,14 @@ def head(spec: MetricSpec) -> str:
 def markdown(result: Result) -> str:
     """The table as a Markdown page, whose text is ``assets/table.md.jinja``."""
     table, scale, full = result.table, result.scale, result.table.full
-    laptop = scale.name == "laptop"
+    laptop, (title, caption) = scale.name == "laptop", heading(result)
     cells = [
         [
             cell.label + (" (baseline)" if cell.name == scale.baseline else ""),
             *(summary_text(result.summary.loc[cell.name, name], spec) for name, spec in scale.metrics.items()),
             str((result.ends["cell"] == cell.name).sum()),
         ]
-        for cell in _shown(result)
+        for cell in result.shown
     ]
     published = [one for one in table.published if laptop or not full.cells[one.cell].runnable]
     page = plan.template("table.md.jinja").render(
@@ -119,12 +117,11 @@ def markdown(result: Result) -> str:
         table=table,
         scale=scale,
         laptop=laptop,
-        title=heading(result),
-        caption=caption(result),
+        title=title,
+        caption=caption,
         line=_inline,
         grid=_grid,
         cells=_grid(["", *map(head, scale.metrics.values()), "seeds"], cells),
-        shown=_shown(result),
         differences=_difference_rows(result),
         published=_published_rows(published, full),
         beside=[_paper(row, full) for row in result.beside.itertuples() if full.cells[row.cell].runnable],
@@ -134,11 +131,6 @@ def markdown(result: Result) -> str:
         spike=AGENT_SPIKE,
     )
     return page.rstrip() + "\n"
-
-
-def _shown(result: Result) -> list[Any]:
-    """Cells that have runs."""
-    return [cell for name, cell in result.scale.cells.items() if name in set(result.ends["cell"])]
 
 
 def _difference_rows(result: Result) -> list[tuple[str, list[list[str]], list[str]]]:
@@ -193,7 +185,7 @@ def _figure_rows(result: Result, what: str) -> str:
     spec = MetricSpec(name="", label="", kind="last", options={})
     found = summarised(own, ["cell", "owner", "figure"])
     rows = []
-    for cell in _shown(result):
+    for cell in result.shown:
         for owner in own.loc[own["cell"] == cell.name, "owner"].unique():
             keys = [(cell.name, owner, name) for name in names]
             texts = [summary_text(found.loc[key], spec) if key in found.index else "-" for key in keys]
@@ -247,7 +239,7 @@ def plain(result: Result) -> dict[str, Any]:
         "table": table.name,
         **{key: getattr(table, key) for key in ("title", "paper", "claim")},
         "scale": scale.name,
-        "caption": caption(result),
+        "caption": heading(result)[1],
         "claim_tested": scale.claim,
         "baseline": scale.baseline,
         "cells": {name: cell.label for name, cell in scale.cells.items()},
@@ -256,6 +248,10 @@ def plain(result: Result) -> dict[str, Any]:
         **{key: json.loads(frame.to_json(orient="records", double_precision=15)) for key, frame in frames.items()},
         **{key: getattr(result, key) for key in ("versions", "dates", "problems", "commands")},
     }
+
+
+#: Of the picture, for matplotlib.
+STYLE = {"font.size": 8, "axes.titlesize": 9, "legend.frameon": False, "axes.grid": True, "grid.alpha": 0.3}
 
 
 def draw(result: Result, path: Path) -> None:
@@ -269,36 +265,34 @@ def draw(result: Result, path: Path) -> None:
     from matplotlib import pyplot
 
     scale = result.scale
-    colours = {cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(_shown(result))}
+    colours = {cell.name: COLOURS[place % len(COLOURS)] for place, cell in enumerate(result.shown)}
     papers = _paper_marks(result)
-    names = set(colours).union(*papers.values())
     titles = list(result.curves["what"].unique())
     panels = len(titles) + len(scale.metrics)
     columns = min(3, panels)
     deep = math.ceil(panels / columns)
-    size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(names)) * deep + 0.9)
-    figure, axes = pyplot.subplots(deep, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
-    places = list(axes.flat)
-    for axis, title in zip(places, titles, strict=False):
-        for name, own in result.curves[result.curves["what"] == title].groupby("cell", sort=False):
-            _draw_curve(axis, own, 5 if "5 steps" in title else 1, color=colours[name], label=scale.cells[name].label)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("training step", fontsize=8)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        axis.tick_params(labelsize=8)
-        axis.legend(frameon=False, fontsize=8, loc="best")
-    for axis, name in zip(places[len(titles) :], scale.metrics, strict=False):
-        _draw_metric(axis, result, name, colours, papers.get(name, {}))
-    for axis in places[panels:]:
-        axis.set_visible(False)
-    under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
-    if papers:
-        under += "; open diamond: the paper's number (faint: not certain)"
-    figure.suptitle(f"{heading(result)}\n{caption(result)}", fontsize=11)
-    figure.supxlabel(under, fontsize=8, color="#555555")
-    figure.savefig(path)
-    pyplot.close(figure)
+    size = (4.6 * columns + 1.2, max(2.6, 0.9 + 0.42 * len(set(colours).union(*papers.values()))) * deep + 0.9)
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(deep, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
+        places = list(axes.flat)
+        for axis, title in zip(places, titles, strict=False):
+            for name, own in result.curves[result.curves["what"] == title].groupby("cell", sort=False):
+                width = 5 if "5 steps" in title else 1
+                _draw_curve(axis, own, width, color=colours[name], label=scale.cells[name].label)
+            axis.set(title=title, xlabel="training step")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend()
+        for axis, name in zip(places[len(titles) :], scale.metrics, strict=False):
+            _draw_metric(axis, result, name, colours, papers.get(name, {}))
+        for axis in places[panels:]:
+            axis.set_visible(False)
+        under = "points: seeds; bar: mean; dotted line: mean of the baseline; curves: mean and range of seeds"
+        if papers:
+            under += "; open diamond: the paper's number (faint: not certain)"
+        figure.suptitle("\n".join(heading(result)), fontsize=11)
+        figure.supxlabel(under, fontsize=8, color="#555555")
+        figure.savefig(path)
+        pyplot.close(figure)
 
 
 def _draw_curve(axis: Any, own: pandas.DataFrame, width: int, *, color: str, label: str) -> None:
@@ -343,17 +337,14 @@ def _draw_metric(
                     axis.axvline(summary["mean"], color="#888888", linewidth=0.8, linestyle=":", zorder=1)
             else:
                 said = summary_text(summary, spec) if summary.unreached else "no value"
-                axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=7,
-                          color="#555555")  # fmt: skip
+                look: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 7, "color": "#555555"}
+                axis.text(0.98, row, said, transform=axis.get_yaxis_transform(), **look)
         if cell.name in papers:
             value, certainty = papers[cell.name]
             alpha = 1.0 if certainty == "certain" else 0.45
             axis.scatter([value], [row], marker="D", s=42, facecolor="none", edgecolor="black", alpha=alpha, zorder=4)
-    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.label, 20) for cell in cells], fontsize=8)
-    axis.set_ylim(len(cells) - 0.5, -0.5)
-    axis.set_title(head(spec), fontsize=9)
-    axis.grid(alpha=0.3, axis="x")
-    axis.tick_params(axis="x", labelsize=8)
+    axis.set_yticks(range(len(cells)), [textwrap.fill(cell.label, 20) for cell in cells])
+    axis.set(title=head(spec), ylim=(len(cells) - 0.5, -0.5))
+    axis.grid(visible=False, axis="y")
     axis.ticklabel_format(axis="x", useOffset=False, scilimits=(-3, 5))
-    axis.xaxis.get_offset_text().set_fontsize(8)
     axis.margins(x=0.12)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_ext.reproduce import needs, plan, runs
 from verl_ext.reproduce.tables import Cell, Scale, Table
@@ -45,19 +46,14 @@ class Request:
         return render.main(self.table, self.scale.name, self.out)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run to be made, and whether it is complete."""
 
     cell: Cell
     seed: int
     folder: Path
     done: bool
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.cell.name}, seed {self.seed}"
+    name: str  # for people
 
 
 def jobs(request: Request) -> list[Job]:
@@ -67,7 +63,7 @@ def jobs(request: Request) -> list[Job]:
     one, found = request, []
     for seed, cell in itertools.product(one.seeds, one.cells):
         run, done = runs.examine(one.table, one.scale, cell, seed, steps=one.steps, extra=one.extra, out=one.out)
-        found.append(Job(cell, seed, run.path, done))
+        found.append(Job(cell, seed, run.path, done, f"{cell.name}, seed {seed}"))
     return found
 
 

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from verl_ext.reproduce.tables import Cell, Scale, Table
 RECORD = "cell.json"
 DEFAULT_OUT = Path("runs") / "reproduce"
 _NAMED = "{table}, {scale} scale, cell {cell}, seed {seed}"
+_TIME = "%Y-%m-%dT%H:%M:%S%z"
 STARTED, COMPLETE, FAILED = "started", "complete", "failed"
 
 
@@ -80,7 +80,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write ``cell.json`` in one piece."""
     temporary = folder / f"{RECORD}.tmp"
     temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / RECORD)
+    temporary.replace(folder / RECORD)
 
 
 def steps_of(folder: Path) -> int:
@@ -146,7 +146,7 @@ def begin(
         "extra": list(extra),
         "settings": plan.settings(table, scale, cell),
         "versions": versions(),
-        "started": run.record.get("started", _now()),
+        "started": run.record.get("started", time.strftime(_TIME)),
         "seconds": run.record.get("seconds", 0.0),
     }
     write_record(run.path, record)
@@ -154,14 +154,13 @@ def begin(
 
 
 def end(folder: Path, state: str, code: int, seconds: float) -> None:
-    """Note how a run ended.
-
-    `state` is `COMPLETE`, `FAILED`, or `STARTED` for one that was interrupted and goes on another time; `code` the exit
-    code of the trainer; `seconds` are those of this start, and add up over resumes.
+    """Note how a run ended: `state` is `COMPLETE`, `FAILED`, or `STARTED` for one that goes on another time, `code` the
+    exit code of the trainer; `seconds` are those of this start, and add up over resumes.
     """
     record = read_record(folder)
     seconds = round(record.get("seconds", 0.0) + seconds, 1)
-    write_record(folder, {**record, "state": state, "exit_code": code, "seconds": seconds, "ended": _now()})
+    ended = {"state": state, "exit_code": code, "seconds": seconds, "ended": time.strftime(_TIME)}
+    write_record(folder, record | ended)
 
 
 @contextlib.contextmanager
@@ -189,7 +188,3 @@ def find_runs(out: Path | str, table: Table, scale: Scale) -> list[RunFolder]:
         if path.is_dir() and seed.isdecimal():
             found.append(look(path, table, scale, cell, int(seed), settings.get(cell)))
     return sorted(found, key=lambda run: ([*order, run.cell].index(run.cell), run.cell, run.seed))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -55,23 +55,23 @@ def submitted(executor: Any, folder: Path, tasks: list[Task]) -> dict[str, Any]:
     """submitit's job of each task by its name; those that have not ended are not submitted again."""
     from submitit.helpers import CommandFunction
 
-    known: dict[str, Any] = {}
+    jobs: dict[str, Any] = {}
     for task in tasks:
         note = folder / f"{task.name}.job"
         job = pickle.loads(note.read_bytes()) if note.exists() else None  # as submitit keeps its own files
         if job is not None and not job.done(force_check=True):
-            known[task.name] = job
+            jobs[task.name] = job
             print(f"{task.name}: is job {job.job_id} already", flush=True)
-    waiting = [task for task in tasks if task.name not in known]
-    made: dict[str, Any] = {}
+    waiting = [task for task in tasks if task.name not in jobs]
     with executor.batch() if waiting else contextlib.nullcontext():
         for task in waiting:
             command = CommandFunction(shlex.split(task.entrypoint), env={**os.environ, **task.environment})
-            made[task.name] = executor.submit(command)
-    for name, job in made.items():
-        (folder / f"{name}.job").write_bytes(pickle.dumps(job))
-        print(f"{name}: job {job.job_id}, its output is {job.paths.stdout}", flush=True)
-    return {task.name: (known | made)[task.name] for task in tasks}
+            jobs[task.name] = executor.submit(command)
+    for task in waiting:  # a job of a batch has its id only now
+        job = jobs[task.name]
+        (folder / f"{task.name}.job").write_bytes(pickle.dumps(job))
+        print(f"{task.name}: job {job.job_id}, its output is {job.paths.stdout}", flush=True)
+    return jobs
 
 
 def watch(jobs: dict[str, Any], tasks: list[Task], interval: float) -> list[str]:
@@ -81,8 +81,7 @@ def watch(jobs: dict[str, Any], tasks: list[Task], interval: float) -> list[str]
     progress = {task.name: task.progress for task in tasks}
     while running:
         for name, job in list(running.items()):
-            ended = job.done()
-            words = progress[name]
+            ended, words = job.done(), progress[name]
             text = "FAILED" if ended and job.exception() else "COMPLETED" if ended else job.state
             if text == "RUNNING" and words is not None:
                 text = f"{text}, {words()}"
@@ -99,7 +98,7 @@ def watch(jobs: dict[str, Any], tasks: list[Task], interval: float) -> list[str]
     return failed
 
 
-def main(request: Request, settings: str, *, wait: bool = True, at_once: int = 1, interval: float = 2.0) -> int:
+def main(request: Request, settings: str, *, wait: bool = True, at_once: int = 1) -> int:
     """Submit cells and seeds of a table to Slurm, wait for them and collect the table.
 
     Returns 0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1. Raises RunError or
@@ -118,7 +117,7 @@ def main(request: Request, settings: str, *, wait: bool = True, at_once: int = 1
             print("Give the same command again to see how they are, and to collect the table.")
             return 0
         try:
-            failed = watch(jobs, tasks, interval)
+            failed = watch(jobs, tasks, interval=2.0)
         except KeyboardInterrupt:
             print("\nThe jobs go on. The same command watches them again; `scancel JOB_ID` stops one.", flush=True)
             return INTERRUPTED

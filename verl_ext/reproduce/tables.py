@@ -65,20 +65,16 @@ def _wrong(key: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("table", "{text}", {"key": key, "text": text})
 
 
-def _known(key: str, value: Any, names: Collection[str]) -> None:
+def _known(key: str, value: Any, names: Collection[str]) -> Any:
     if value not in names:
         raise _wrong(key, f"{value!r} is not known{suggestion(str(value), list(names))}")
+    return value
 
 
 def _only(content: Mapping[Any, Any], names: Sequence[str]) -> None:
     for key in content:
         if key not in names:
             raise _wrong(str(key), f"unknown key{suggestion(str(key), names)}")
-
-
-def _certainty(value: str) -> str:
-    _known("", value, CERTAINTIES)
-    return value
 
 
 def _different(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -102,7 +98,7 @@ Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[Number, Field(ge=0)]
-Certainty = Annotated[Text, AfterValidator(_certainty)]
+Certainty = Annotated[Text, AfterValidator(lambda value: _known("", value, CERTAINTIES))]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 Overrides = Annotated[dict[str, Any], AfterValidator(_hydra_keys)]
 

@@ -139,6 +139,14 @@ def test_without_a_gpu_a_run_is_refused_with_key_value_and_remedy(monkeypatch: p
     assert "no CUDA device" in Cuda().lacks()
 
 
+@pytest.mark.seconds
+def test_a_kernel_without_an_end_is_ended_by_the_clock() -> None:
+    """Whoever waits for it uses no processor time."""
+    with StandInJudge(dataclasses.replace(OPTIONS, run_s=0.5)) as gpu:
+        verdict = gpu.evaluate(TASK, forward("import time", "time.sleep(1e6)"))
+    assert verdict.status == "timeout" and "2.0 s of processor time (4.0 s on the clock)" in verdict.error, verdict
+
+
 def test_the_judge_on_a_gpu_takes_triton_alone(gpu: Judge) -> None:
     with pytest.raises(ValueError, match="takes the language triton, not fuse"):
         gpu.evaluate(TASK, "krve mul add relu", "fuse")

@@ -23,7 +23,7 @@ import torch
 
 from verl_ext.kernels import compiler, coverage, languages, problems
 from verl_ext.kernels.compiler import Library
-from verl_ext.kernels.languages import PATIENCE, CandidateError, Program
+from verl_ext.kernels.languages import DEVICE_PATIENCE, PATIENCE, CandidateError, Program
 from verl_ext.kernels.options import JudgeOptions
 from verl_ext.kernels.problems import ProblemSeat
 from verl_ext.kernels.seat import DeviceSeat, Infrastructure, Seat, TritonSeat
@@ -128,7 +128,8 @@ class Judge:
                 raise Infrastructure(f"the backend triton: {lacks}")
             self.seat, modules = self.device_seat, [self.device_seat.target.partition(":")[0]]
             self.scratch = tempfile.TemporaryDirectory(prefix="verl_ext_kernels_", ignore_cleanup_errors=True)
-        limits = Limits(workers=REFERENCES + 16, memory_mb=self.options.memory_mb, patience=PATIENCE)
+        patience = DEVICE_PATIENCE if self.on_device else PATIENCE
+        limits = Limits(workers=REFERENCES + 16, memory_mb=self.options.memory_mb, patience=patience)
         if languages.module(self.options.language):
             modules.append(self.options.language)
         self.sandbox = Sandbox(limits, cage, modules=modules, scratch=self.scratch.name if self.scratch else "")

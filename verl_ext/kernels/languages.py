@@ -29,6 +29,8 @@ LANGUAGES = ("fuse", "c", "python", "triton")
 MAX_CHARS = 64 << 10
 PATIENCE = 20
 """Times its limit of processor time that compiler or candidate may take on the clock: it waits for others, too."""
+DEVICE_PATIENCE = 2
+"""The same for a candidate on a GPU: one that waits for a kernel without an end uses no processor time."""
 
 
 class CandidateError(Exception):

@@ -39,7 +39,7 @@ class JudgeOptions:
         looks: at the candidate's instruction pointer, for the coverage.
         compile_s: seconds of processor time for the compiler; on the clock `PATIENCE` times as many.
         run_s: seconds of processor time for the candidate in all, four times as many for what is interpreted; on the
-            clock `PATIENCE` times as many.
+            clock `PATIENCE` times as many, on a GPU `DEVICE_PATIENCE` times.
         memory_mb: MiB that it may allocate.
     """
 

@@ -315,14 +315,14 @@ def test_the_fastest_third_says_the_speedup() -> None:
 
 
 def test_interval_of_the_speedup() -> None:
-    """By the bootstrap: it holds the truth in most of many judgements, its lower end in nearly all."""
+    """It holds the truth in about 95 of a hundred judgements, its lower end in nearly all."""
     rng = np.random.default_rng(7)
     widths = []
     for pairs in (7, 28):
         found = [interval(rng.gamma(8.0, 0.01, (pairs, 2)) + [2.0, 1.0]) for _ in range(200)]
         truth = ratio(rng.gamma(8.0, 0.01, (100_000, 2)) + [2.0, 1.0])
-        assert np.mean([low <= truth <= high for low, high in found]) > 0.75
-        assert np.mean([low <= truth for low, _ in found]) > 0.93
+        assert np.mean([low <= truth <= high for low, high in found]) > 0.87
+        assert np.mean([low <= truth for low, _ in found]) > 0.96
         widths.append(np.mean([high - low for low, high in found]))
     assert widths[1] < 0.7 * widths[0]
     assert interval([(2.0, 1.0)] * 5) == (2.0, 2.0)

@@ -47,8 +47,9 @@ ALONE = 3
 #: Rows that inputs are made of, and the factor of each, at random, of either sign.
 POOL = 4096
 FACTOR = (0.75, 1.25)
-#: Drawings of the bootstrap.
+#: Drawings of the bootstrap, and what its interval is stretched by: few pairs know little of their fastest third.
 DRAWINGS = 400
+STRETCH = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,14 +414,15 @@ def ratio(times: np.ndarray) -> Any:
 
 
 def interval(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The bootstrap's 95 % interval of the ratio over pairs; the same times give the same one.
+    """The 95 % interval of the ratio over pairs; the same times give the same one.
 
-    Few pairs know little of their fastest third: it holds the truth in 82 % of judgements with 7 pairs and in 90 % with
-    15, simulated; its lower end, which may be paid, is below the truth in 97 %.
+    It is the bootstrap's, stretched by `STRETCH`, which as it is holds the truth in 84 to 93 % of simulated judgements
+    of 7 to 15 pairs: so it does in 91 to 98 %. Its lower end, which may be paid, is below the truth in 98 %.
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(DRAWINGS, len(times)))
+    middle = float(ratio(np.array(times)))
     low, high = np.quantile(ratio(np.array(times)[drawn]), [0.025, 0.975])
-    return float(low), float(high)
+    return max(middle - STRETCH * (middle - float(low)), 0.0), middle + STRETCH * (float(high) - middle)
 
 
 def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:

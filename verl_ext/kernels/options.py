@@ -49,7 +49,7 @@ class JudgeOptions:
     batch: int = 8
     pairs: int = 7
     max_pairs: int = 15
-    precision: float = 0.05
+    precision: float = 0.075
     second_look: float = 3.0
     looks: int = 100
     compile_s: int = 10

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_ext.methods.groups import Segments, joint_ids, value_ids
-from verl_ext.methods.rows import Advantage, RowFieldError, Rows
+from verl_ext.methods.rows import TRAJECTORY, Advantage, RowFieldError, Rows
 
 
 class Colour(enum.Enum):
@@ -149,7 +149,7 @@ def test_no_epsilon_and_no_variance_give_no_advantage():
 
 def test_trajectories_are_keyed_by_prompt_and_compared_by_value():
     def ids(column, index=("p", "p", "q")):
-        return Rows(3, index=list(index), traj_uid=column).trajectories().tolist()
+        return Rows(3, index=list(index), traj_uid=column).keys(TRAJECTORY).tolist()
 
     assert ids(["a", "b", "c"]) == [0, 1, 2]
     assert ids(["a", "a", "a"]) == [0, 0, 1]

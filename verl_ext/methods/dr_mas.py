@@ -18,7 +18,7 @@ import torch
 
 from verl_ext.methods.groups import Column, Segments, joint_ids
 from verl_ext.methods.options import GroupBy, NotNegative, Positive, checked
-from verl_ext.methods.rows import Advantage, RowFieldError, Rows, check_tokens
+from verl_ext.methods.rows import TRAJECTORY, Advantage, RowFieldError, Rows, check_tokens
 
 
 @checked
@@ -68,7 +68,7 @@ def dr_mas_advantage(
     if level != "global":
         A = normalised(r, group, by_std=norm_by_std, epsilon=epsilon)
     elif "traj_uid" in rows:
-        A = normalised_trajectories(r, group, rows.trajectories(), by_std=norm_by_std, epsilon=epsilon)
+        A = normalised_trajectories(r, group, rows.keys(TRAJECTORY), by_std=norm_by_std, epsilon=epsilon)
     else:
         raise RowFieldError("row field 'traj_uid' is required by level=global; single-turn data: level=global_rows")
     return Advantage.of_rows(A, response_mask, rows, group)

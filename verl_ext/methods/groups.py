@@ -23,8 +23,7 @@ LARGEST_EXACT = 2**53
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as a numpy array on the CPU; bfloat16, which numpy does not know, becomes float32."""
-    tensor = tensor.detach().to("cpu")
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def value_key(value: Any) -> Any:

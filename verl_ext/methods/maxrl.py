@@ -15,7 +15,7 @@ import torch
 from verl_ext.methods.dr_mas import trajectory_means
 from verl_ext.methods.groups import Column, Segments
 from verl_ext.methods.options import GroupBy, checked
-from verl_ext.methods.rows import Advantage, Rows, check_tokens
+from verl_ext.methods.rows import TRAJECTORY, Advantage, Rows, check_tokens
 
 
 @checked
@@ -49,7 +49,7 @@ def maxrl_advantage(
     what = "at least 0, since maxrl divides by their mean (shift them, without KL or length penalties in the reward)"
     rows.refuse("token_level_rewards", what, r, r < 0)
     group = rows.keys(group_by)
-    trajectory = rows.trajectories() if "traj_uid" in rows else np.arange(len(r))
+    trajectory = rows.keys(TRAJECTORY) if "traj_uid" in rows else np.arange(len(r))
     sample, r, group_of_sample = trajectory_means(r, group, trajectory)
     prompts = Segments(group_of_sample)
     mean = prompts.mean(r)[group_of_sample]

@@ -33,9 +33,7 @@ def turn_returns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.nda
     has_next = np.append(place[1:] > 0, False)[: order.size]
     gap = np.where(has_next, np.diff(turn_index[order], append=0), 0)
     carry = np.where(has_next, float(gamma) ** gap, 0.0)
-    G = np.empty(order.size)
-    G[order] = accumulated(torch.from_numpy(rewards[order]), torch.from_numpy(carry)).numpy()
-    return G
+    return accumulated(torch.from_numpy(rewards[order]), torch.from_numpy(carry)).numpy()[np.argsort(order)]
 
 
 def accumulated(value: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
@@ -60,6 +58,4 @@ def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.
     order, place = chronology(trajectory, turn_index)
     positive = rewards[order] > 0
     before = np.cumsum(positive) - positive
-    regressed = np.empty(order.size, dtype=bool)
-    regressed[order] = (before > before[np.arange(order.size) - place]) & ~positive
-    return regressed
+    return ((before > before[np.arange(order.size) - place]) & ~positive)[np.argsort(order)]

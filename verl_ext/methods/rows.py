@@ -14,6 +14,8 @@ import torch
 from verl_ext.methods.groups import LARGEST_EXACT, Column, joint_ids, to_numpy, value_ids
 from verl_ext.methods.returns import chronology
 
+TRAJECTORY = ("index", "traj_uid")
+"""The key of a trajectory: rows of another prompt may carry its traj_uid."""
 #: Fields that say where a row is, in error messages.
 LABELS = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
 
@@ -99,9 +101,8 @@ class Rows:
 
     def keep(self, chosen: np.ndarray) -> None:
         """Drop the rows for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
-        if not chosen.all():
-            self.kept = self.kept[chosen]
-            self._columns = {name: column[chosen] for name, column in self._columns.items()}
+        self.kept = self.kept[chosen]
+        self._columns = {name: column[chosen] for name, column in self._columns.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -183,10 +184,6 @@ class Rows:
         """Joint group ids of the row fields in `group_by`, [V] int64; MissingFieldError where one is not there."""
         return joint_ids(*[self.ids(name) for name in group_by])
 
-    def trajectories(self) -> np.ndarray:
-        """Trajectory ids, [V] int64, keyed by (index, traj_uid): padding rows may carry another prompt's traj_uid."""
-        return self.keys(("index", "traj_uid"))
-
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
         """Trajectory ids and turn indices, each [V] int64, no two turns of a trajectory the same.
 
@@ -195,7 +192,7 @@ class Rows:
         if "traj_uid" not in self and "turn_index" not in self:
             self._columns["traj_uid"] = np.arange(len(self.kept))
             self._columns["turn_index"] = np.zeros(len(self.kept), dtype=np.int64)
-        trajectory, turn = self.trajectories(), self.ints("turn_index")
+        trajectory, turn = self.keys(TRAJECTORY), self.ints("turn_index")
         order, place = chronology(trajectory, turn)
         again = np.zeros(len(turn), dtype=bool)
         again[order[1:]] = (place[1:] > 0) & (np.diff(turn[order]) == 0)

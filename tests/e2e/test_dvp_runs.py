@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
-from harness import Lab
+import torch
+from harness import Lab, other_tokenizer
 from test_main_job import finite
+from test_models_runs import HERE, weights
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.e2e
 
@@ -20,12 +24,50 @@ def mismatch(step: dict[str, Any], name: str) -> float:
     return float(step[f"{name}/max"])
 
 
-def test_sampler_and_trainer_prune_alike(standing_lab: Lab) -> None:
-    run = standing_lab.run(
-        "dvp", recipe="[dvp,grpo,mrs,cpu]", overrides=[f"dvp.rho={RHO}", "trainer.test_freq=2", "trainer.save_freq=-1"]
+@torch.no_grad()
+def prunes(made: Any, record: dict[str, Any], name: str) -> tuple[int, int]:
+    """Compare the rows of the model `name` with `made`, a model with its weights, pruned by transformers alone.
+
+    Returns: the number of tokens, and the largest token id.
+    """
+    tokens, compared, largest = record["tokens"], 0, 0
+    for row in (row for row, model in enumerate(record["columns"]["model"]) if model == name):
+        prompt, answer = (record[which][row].long() for which in ("prompts", "responses"))
+        logits = made(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1].float()
+        above = logits - logits.amax(-1, keepdim=True) - math.log(RHO)
+        pruned = logits.masked_fill(above < 0, -math.inf).log_softmax(-1)
+        assert (above.gather(-1, answer[:, None]) > -1e-5).all()
+        clear = above.abs().amin(-1) > 1e-5  # no token at the edge of the set
+        expected = pruned.gather(-1, answer[:, None])[clear, 0]
+        for which in ("rollout_log_probs", "old_log_probs"):
+            torch.testing.assert_close(tokens[which][row, : len(answer)][clear], expected, rtol=0, atol=1e-5)
+        compared, largest = compared + len(answer), max(largest, int(answer.max()))
+    return compared, largest
+
+
+def test_sampler_and_trainer_prune_alike_by_the_set_of_each_model(standing_lab: Lab) -> None:
+    lab = standing_lab
+    paths = {"policy": lab.model, "other": other_tokenizer(lab.root / "dvp_other")}
+    run = lab.run(
+        "dvp",
+        recipe="[dvp,grpo,mrs,cpu]",
+        overrides=[
+            f"dvp.rho={RHO}",
+            "data.max_prompt_length=128",
+            "verl_ext.updates_per_batch=1",
+            f"verl_ext.record_dir={lab.root / 'dvp' / 'records'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+            "+verl_ext.orchestra.name=four",
+            "+verl_ext.orchestra.modules=[seeded_team]",
+            f"+verl_ext.models.other.model.path={paths['other']}",
+            "+verl_ext.orchestra.agents.critic.model=other",
+            "trainer.test_freq=2",
+            "trainer.save_freq=1",
+        ],
+        environment={"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
     ).check()
     assert sorted(run.metrics) == [1, 2]
-    for step in run.metrics.values():
+    for number, step in run.metrics.items():
         assert finite(step)
         assert 1 <= step["dvp/set_size/mean"] < 60 and step["dvp/kept_mass/mean"] < 0.5
         # float32 on both sides: the same set to the token, the same log-probabilities
@@ -34,12 +76,20 @@ def test_sampler_and_trainer_prune_alike(standing_lab: Lab) -> None:
         assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-5)
         # a trainer that does not prune would differ by the mass that the sampler left out
         assert mismatch(step, "mismatch_unpruned") > 0.5
-        assert 0 <= step["actor/dvp/out_of_set_fraction"] < 0.5
-        assert step["actor/entropy"] < math.log(60) < math.log(259)
         # and rules of rejection compare the two as pruned
         assert step["rejection/mrs/kept_share"] == 1
         assert step["rejection/mrs/statistic/p95"] == pytest.approx(1, abs=1e-5)
-    assert run.metrics[1]["actor/grad_norm"] > 0
+        record = torch.load(lab.root / "dvp" / "records" / f"{number}.pt")
+        for name, path in paths.items():
+            assert 0 <= step[f"actor/{name}/dvp/out_of_set_fraction"] < 0.5
+            assert step[f"actor/{name}/entropy"] < math.log(60) < math.log(259)
+            assert step[f"training/{name}/rollout_probs_diff_max"] <= 1e-5
+            assert step[f"actor/{name}/grad_norm"] > 0
+            made = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            if number == 2:
+                made.load_state_dict(weights(run, name, step=1))
+            compared, largest = prunes(made, record, name)
+            assert compared > 8 and (largest >= 259) == (name == "other")  # of its own vocabulary
     assert any(name.startswith("val-core/") for name in run.metrics[2])
 
 

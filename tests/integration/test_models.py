@@ -336,6 +336,16 @@ class TestConfiguration:
             assert one.optimiser - alone.optimiser == 8 * count / one.gpus
         shown = command.text([policy, small, judge, frozen])
         assert "pool run: 1 GPU(s), 2 training process(es) a GPU and 3 engine(s)" in shown
+        assert "in all: 3 GPU(s)" in shown and "rollout servers" not in shown
+        servers = "actor_rollout_ref.rollout.nnodes=2 actor_rollout_ref.rollout.n_gpus_per_node=3".split()
+        of_small = "+verl_ext.models.small.rollout.n_gpus_per_node=4"
+        of_frozen = "+verl_ext.models.frozen={trained: false, pool: {n_gpus_per_node: 1}}"
+        given = [*given[:-2], SEPARATE, *servers, of_small, of_frozen]
+        apart = command.plan(compose("ppo_trainer", overrides=given))
+        assert [(one.gpus, one.rollout_gpus) for one in apart] == [(1, 6), (1, 8), (2, 6), (1, None)]
+        shown = command.text(apart)
+        assert "rollout servers of small: 8 GPU(s) that only they use" in shown and "in all: 24 GPU(s)" in shown
+        assert shown.count("while agents play here too") == 2 and shown.count("while agents play:") == 1
         GlobalHydra.instance().clear()  # the command composes by itself
         assert cli.main(["plan-models", "+verl_ext.models.small.modl=1"]) == 1
         assert "small.modl is not a key of a model" in capsys.readouterr().err

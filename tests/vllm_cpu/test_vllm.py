@@ -179,9 +179,12 @@ def agree(step: dict[str, Any]) -> None:
 
 
 def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
-    """Two models that are trained, with different vocabularies, and one that is served alone, in one pool."""
-    other, still = (other_tokenizer(vllm_lab.root / name) for name in ("other", "still"))
+    """In one pool two models that are trained, with different vocabularies, and one that is served alone; in a pool of
+    its own another that is trained."""
+    other, still, far = paths = [other_tokenizer(vllm_lab.root / name) for name in ("other", "still", "far")]
     sharpen(other)
+    sharpen(far)
+    models = {"critic": "other", "judge": "still", "guest": "far"}
     run = vllm_lab.run(
         "models",
         "[dr_mas,cpu]",
@@ -190,9 +193,11 @@ def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
             "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
             "+verl_ext.orchestra.name=four",
             "+verl_ext.orchestra.modules=[seeded_team]",
-            *(f"+verl_ext.models.{name}.model.path={path}" for name, path in (("other", other), ("still", still))),
+            "+verl_ext.orchestra.options.spare_speaks=true",
+            *(f"+verl_ext.models.{path.name}.model.path={path}" for path in paths),
             "+verl_ext.models.still.trained=false",
-            *(f"+verl_ext.orchestra.agents.{a}.model={m}" for a, m in (("critic", "other"), ("judge", "still"))),
+            "+verl_ext.models.far.pool.n_gpus_per_node=1",
+            *(f"+verl_ext.orchestra.agents.{agent}.model={model}" for agent, model in models.items()),
             "data.train_batch_size=2",
             "data.max_prompt_length=128",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -206,19 +211,18 @@ def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
     for step in (1, 2):
         metrics = run.metrics[step]
         assert finite(metrics)
-        assert [metrics[f"model/{name}/rows"] for name in ("policy", "other", "still")] == [8, 8, 8]
-        for name in ("policy", "other"):
+        assert [metrics[f"model/{name}/rows"] for name in ("policy", "other", "still", "far")] == [16, 8, 8, 8]
+        for name in ("policy", "other", "far"):
             assert metrics[f"training/{name}/rollout_probs_diff_max"] <= 1e-5
             assert metrics[f"actor/{name}/grad_norm"] > 0
         assert not any(key.startswith("actor/still/") for key in metrics)
-    assert {(row["agent_id"], row["model"]) for row in run.rows(2)} == {
-        ("writer", "policy"),
-        ("critic", "other"),
-        ("judge", "still"),
-    }
+        tokens_a_second = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        assert tokens_a_second / metrics["perf/throughput"] == pytest.approx(2)  # GPUs: each pool has one
+    said = {(row["agent_id"], row["model"]) for row in run.rows(2)}
+    assert said == {("writer", "policy"), ("spare", "policy"), *models.items()}
     # What the first step changed would show in the second, had it not been sent.
     ids = torch.arange(3, 60)[None]
-    for name, before in (("policy", vllm_lab.model), ("other", other)):
+    for name, before in (("policy", vllm_lab.model), ("other", other), ("far", far)):
         after = run.folder / "checkpoints" / "global_step_1" / "actor" / name / "huggingface"
         with torch.no_grad():
             one, two = (load(folder)(ids).logits.softmax(-1) for folder in (before, after))

@@ -33,6 +33,8 @@ class Plan:
         engine: bytes a GPU of the engine's weights.
         kv_per_1000: bytes of the key-value cache for 1000 tokens, on the GPUs of one replica together.
         offload: whether training state leaves the GPU when it is another model's turn.
+        rollout_gpus: beside those of the pool, that only the model's rollout servers use (``separate_async``); None
+            where its servers are in the pool alone.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Plan:
     engine: float
     kv_per_1000: float
     offload: bool
+    rollout_gpus: int | None = None
 
     @property
     def training(self) -> float:
@@ -80,6 +83,7 @@ def _plan(model: model_options.Model, config: Any) -> Plan:
     if not model.trained:  # an engine alone
         weights = grown = trainable = 0
     wide = BYTES.get(str(node.rollout.dtype), 2)
+    apart = model_options.separate(config) and model.trained
     return Plan(
         name=model.name,
         pool="run" if model.pool is None else f"pool_{model.name}",
@@ -92,6 +96,7 @@ def _plan(model: model_options.Model, config: Any) -> Plan:
         engine=total * wide / int(node.rollout.tensor_model_parallel_size),
         kv_per_1000=1000 * kv * wide,
         offload=all(bool(select(one, key, False)) for one in engines for key in ("param_offload", "optimizer_offload")),
+        rollout_gpus=int(node.rollout.nnodes) * int(node.rollout.n_gpus_per_node) if apart else None,
     )
 
 
@@ -140,14 +145,24 @@ def text(plans: list[Plan]) -> str:
         own = [one for one in plans if one.pool == pool]
         kept = sum(one.training for one in own if not one.offload)
         turn = max((one.training for one in own if one.offload), default=0.0)
+        lent = any(one.rollout_gpus is not None for one in own)
+        when = "agents play here too (validation, hybrid_rollout)" if lent else "agents play"
         lines += [
             f"pool {pool}: {own[0].gpus} GPU(s), {sum(one.training > 0 for one in own)} training process(es) a GPU and "
             f"{len(own)} engine(s)",
-            f"  while agents play: engines {sum(one.engine for one in own) / GIB:.4f}, key-value caches beside them, "
+            f"  while {when}: engines {sum(one.engine for one in own) / GIB:.4f}, key-value caches beside them, "
             f"and training state that is not offloaded {kept / GIB:.4f}",
             f"  while a model is updated: {(kept + turn) / GIB:.4f}"
             + ("" if all(one.offload for one in own) else " (param_offload and optimizer_offload take turns)"),
         ]
+    for one in plans:
+        if one.rollout_gpus is not None:
+            lines.append(
+                f"rollout servers of {one.name}: {one.rollout_gpus} GPU(s) that only they use, engine "
+                f"{one.engine / GIB:.4f} on each, key-value cache beside it"
+            )
+    gpus = sum({one.pool: one.gpus for one in plans}.values()) + sum(one.rollout_gpus or 0 for one in plans)
+    lines.append(f"in all: {gpus} GPU(s)")
     return "\n".join(lines)
 
 

@@ -668,7 +668,7 @@ def test_a_model_that_is_not_trained_is_servers_alone(
     assert frozen._get_n_gpus_for_throughput() == (pool or 0), "those of the run's pool are counted with it"
     said.clear()
     if apart:  # what is lent to rollouts and given back are servers beside training
-        lead.Together({"frozen": frozen.checkpoint_manager}).abort_replicas(reject_request=True)
+        lead.Together({"frozen": frozen.checkpoint_manager}).abort_replicas()
         assert said == []
     manager = frozen.standalone_checkpoint_manager if apart else frozen.checkpoint_manager
     lead.Together({"frozen": manager}).update_weights(7)

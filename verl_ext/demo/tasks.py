@@ -156,6 +156,8 @@ SEARCH_TEAM = DemoTask(
         "verl_ext.updates_per_batch=2",
         "actor_rollout_ref.rollout.val_kwargs.n=8",
         "trainer.total_epochs=1000",
+        # A batch has rows enough that threads which wait for one another cost many times the step on a busy machine.
+        "+verl_ext.env.VERL_EXT_TRAINING_THREADS=1",
     ),
     files=(("+verl_ext.orchestra.retriever.corpus", "data/corpus.jsonl"),),
     agents=tuple(SearchTeamRecipe().roles),

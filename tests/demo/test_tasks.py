@@ -16,7 +16,7 @@ from verl_ext import cli
 from verl_ext.demo import run, tasks
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.curve import draw, estimated, read_metrics
-from verl_ext.demo.recipes import LakeRecipe
+from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe
 from verl_ext.rollout.environments.data import write_parquet
 
 
@@ -46,6 +46,7 @@ def assets_of(folder: Path, **changes: Any) -> DemoAssets:
         (["dr_kernel"], None, "fuse"),
         (["grpo"], "lake", "lake"),
         (["grpo"], "second_try", "second_try"),
+        (["dr_mas"], "search_team", "search_team"),
         (["dr_mas", "hgpo"], "lake", "lake"),
         (["hgpo"], "chain_sum", "chain_sum"),
     ],
@@ -83,6 +84,8 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
         ("lake", ["grpo", "step_wise"], "verl_ext_step_wise"),
         ("second_try", ["dr_mas", "kpo"], "verl_ext_orchestra"),
         ("second_try", ["grpo"], "verl_ext_orchestra"),
+        ("search_team", ["dr_mas"], "verl_ext_orchestra"),
+        ("search_team", ["grpo"], "verl_ext_orchestra"),
         ("fuse", ["dr_kernel"], "verl_ext_kernels"),
     ],
 )
@@ -93,6 +96,9 @@ def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], lo
     from verl_ext.rollout.orchestra import settings
 
     one = tasks.TASKS[task]
+    for _, name in one.files:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     words = tasks.overrides(one, recipes, assets_of(tmp_path, agent_loop=loop), tmp_path, 7, 5)
     config = compose("ppo_trainer", overrides=[word for word in words if not word.startswith("hydra.")])
     checks.check(config)  # of environment and team as well
@@ -110,6 +116,10 @@ def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], lo
     else:
         lineup = settings.check(config)
         assert lineup is not None and tuple(agent.name for agent in lineup.agents) == one.agents
+        if task == "search_team":
+            recipe = SearchTeamRecipe()
+            assert {agent.name: agent.role for agent in lineup.agents} == recipe.roles
+            assert [vars(example) for example in lineup.agents[1].examples] == [recipe.example]
 
 
 def test_companions_are_named_once_and_the_cpu_last() -> None:

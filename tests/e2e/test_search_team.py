@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,23 +12,27 @@ import pytest
 from harness import Lab
 from test_main_job import finite
 
+from verl_ext.demo import prepare_search_team
+from verl_ext.demo.recipes import SearchTeamRecipe
+from verl_ext.demo.search_team import CITIES, HILLS, question
 from verl_ext.rewards.qa import exact_match
 from verl_ext.rollout.orchestra.search import answerer, searcher, verifier
 from verl_ext.transcripts.read import Choice, read
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "agents"))
-from small_searchers import CITIES, EXAMPLE, HILLS, ROLES, build, question  # noqa: E402
-
 pytestmark = pytest.mark.e2e
+
+ROLES, EXAMPLE = SearchTeamRecipe().roles, SearchTeamRecipe().example
 
 
 def test_the_search_team_trains(lab: Lab) -> None:
     """Rows of each agent, searches in the index, rewards by exact match and what the transcripts and metrics say."""
-    folder = build(lab.root / "search_team")
+    assets = prepare_search_team(lab.root / "search_team")
+    folder = Path(assets.folder)
+    (folder / "examples.json").write_text(json.dumps([EXAMPLE]))
     settings = {
         "name": "search",
         "retriever.kind": "bm25",
-        "retriever.corpus": "corpus.jsonl",  # relative to where the run was started, in every process
+        "retriever.corpus": "data/corpus.jsonl",  # relative to where the run was started, in every process
         "retriever.cache_dir": "index",
         "options.max_steps": 3,
         "options.top_k": 1,
@@ -39,9 +43,9 @@ def test_the_search_team_trains(lab: Lab) -> None:
         "search_team",
         recipe="[dr_mas,cpu]",
         overrides=[
-            f"actor_rollout_ref.model.path={folder / 'model'}",
-            f"data.train_files={folder / 'train.parquet'}",
-            f"data.val_files={folder / 'train.parquet'}",
+            f"actor_rollout_ref.model.path={assets.model_path}",
+            f"data.train_files={assets.train_file}",
+            f"data.val_files={assets.train_file}",
             "data.max_prompt_length=160",
             "reward.custom_reward_function.path=pkg://verl_ext.rewards.qa",
             "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",

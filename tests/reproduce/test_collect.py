@@ -428,8 +428,8 @@ def test_values_that_are_no_numbers(table: Table, make: Make, tmp_path: Path) ->
 
 @pytest.mark.seconds
 def test_a_table_whose_laptop_scale_is_another_s(tmp_path: Path) -> None:
-    with pytest.raises(CollectError, match=r"no complete run of dr_mas/math at laptop scale"):
-        collect(find_table("dr_mas/search"), "laptop", tmp_path)
+    with pytest.raises(CollectError, match=r"no complete run of hgpo/alfworld at laptop scale"):
+        collect(find_table("gigpo/webshop"), "laptop", tmp_path)
 
 
 # --- kinds of metrics ---------------------------------------------------------------------------------------------

@@ -33,7 +33,12 @@ def test_a_laptop_cell_is_a_valid_run(table: Table, cell: Cell, tmp_path: Path) 
     scale = table.laptop
     assert scale is not None and scale.steps is not None
     task = TASKS[str(scale.task)]
-    assets = DemoAssets("/m", "/m/model", "/m/train.parquet", "/m/val.parquet", "verl_ext_multi_turn", "t", 256, 32)
+    for _, name in task.files:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assets = DemoAssets(
+        str(tmp_path), "/m/model", "/m/train.parquet", "/m/val.parquet", "verl_ext_multi_turn", "t", 256, 32
+    )
     words = overrides(task, cell.recipe, assets, tmp_path, scale.steps, 1)
     words = [*words, *plan.laptop_overrides(table, cell, 1, tmp_path)]
     # hydra.* belongs to Hydra's own command line.

@@ -314,6 +314,10 @@ def test_a_package_that_a_laptop_task_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(needs, "has_package", lambda name: name != "gymnasium")
     (lack,) = needs.lacks(lake, lake_scale, list(lake_scale.cells.values()))
     assert str(lack) == "the package gymnasium is not installed: pip install 'verl-ext[gymnasium]'"
+    team, team_scale = scale_of(find_table("dr_mas/search"), "laptop")
+    monkeypatch.setattr(needs, "has_package", lambda name: name != "bm25s")
+    (lack,) = needs.lacks(team, team_scale, list(team_scale.cells.values()))
+    assert str(lack) == "the package bm25s is not installed: pip install 'verl-ext[search]'"
     assert needs.lacks(OTB, LAPTOP, [CELL]) == []
 
 

@@ -2,8 +2,8 @@
 """Models and tasks that are made on this machine: nothing is downloaded.
 
 :func:`prepare_demo` makes a small transformer, warms it up and writes its task, :func:`prepare_lake` does so for an
-environment and :func:`prepare_team` for two agents; :func:`prepare_smollm2` turns a pretrained model that comes in a
-PyPI package into a model folder. All cache their result.
+environment, :func:`prepare_team` for two agents and :func:`prepare_search_team` for three; :func:`prepare_smollm2`
+turns a pretrained model that comes in a PyPI package into a model folder. All cache their result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from verl_ext.demo.prepare import (
     prepare_demo,
     prepare_fuse,
     prepare_lake,
+    prepare_search_team,
     prepare_smollm2,
     prepare_sums,
     prepare_team,
@@ -25,6 +26,7 @@ __all__ = [
     "prepare_demo",
     "prepare_fuse",
     "prepare_lake",
+    "prepare_search_team",
     "prepare_smollm2",
     "prepare_sums",
     "prepare_team",

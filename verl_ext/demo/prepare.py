@@ -24,7 +24,15 @@ from typing import Any
 from typing_extensions import TypedDict, Unpack
 
 from verl_ext.demo.assets import Build, DemoAssets, Progress, prepare
-from verl_ext.demo.recipes import FuseRecipe, LakeRecipe, SmolLM2Recipe, WarmupRecipe, sums_recipe, team_recipe
+from verl_ext.demo.recipes import (
+    FuseRecipe,
+    LakeRecipe,
+    SearchTeamRecipe,
+    SmolLM2Recipe,
+    WarmupRecipe,
+    sums_recipe,
+    team_recipe,
+)
 
 
 class Where(TypedDict, total=False):
@@ -93,6 +101,14 @@ def prepare_team(
         return build_team(folder, demo)
 
     return prepare("team", recipe or team_recipe(), build, out, **where)
+
+
+def prepare_search_team(
+    out: str | Path | None = None, *, recipe: SearchTeamRecipe | None = None, **where: Unpack[Where]
+) -> DemoAssets:
+    """Make the three-agent demo: a model that half knows its parts, questions on cities, ``data/corpus.jsonl``."""
+    build = _later("verl_ext.demo.search_team:build_search_team")
+    return prepare("search_team", recipe or SearchTeamRecipe(), build, out, **where)
 
 
 def prepare_smollm2(

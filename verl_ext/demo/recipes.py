@@ -120,6 +120,30 @@ class FuseRecipe:
 
 
 @dataclass(frozen=True)
+class SearchTeamRecipe:
+    """The search team's model and supervised warm-up."""
+
+    # Role prompts of the agents, and the searcher's example: the run has the same.
+    roles: dict[str, str] = field(
+        default_factory=lambda: {"verifier": "Enough?", "searcher": "Search.", "answerer": "Answer."}
+    )
+    example: dict[str, str] = field(
+        default_factory=lambda: {"user": "Hills of Oslo?", "assistant": "<search>Oslo</search>"}
+    )
+    hidden_size: int = 64  # of the transformer, as the next three; see `WarmupRecipe`
+    layers: int = 2
+    heads: int = 2
+    init_std: float = 0.05
+    wrong_share: float = 0.2  # share of the lessons in which the wrong thing is said
+    batch_size: int = 48  # lessons a step
+    learning_rate: float = 3e-3  # of AdamW
+    warm_up_steps: int = 240  # least steps
+    max_warm_up_steps: int = 600  # most steps
+    reads: float = 0.9  # measured share of numbers, read off a passage greedily, that ends it
+    eval_every: int = 20  # steps between two measurements
+
+
+@dataclass(frozen=True)
 class SmolLM2Recipe:
     """SmolLM2's task."""
 

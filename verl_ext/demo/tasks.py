@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.prepare import prepare_demo, prepare_fuse, prepare_lake, prepare_sums, prepare_team
-from verl_ext.demo.recipes import LakeRecipe, WarmupRecipe
+from verl_ext.demo.prepare import (
+    prepare_demo,
+    prepare_fuse,
+    prepare_lake,
+    prepare_search_team,
+    prepare_sums,
+    prepare_team,
+)
+from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe, WarmupRecipe
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
 TURNS = WarmupRecipe().max_turns
@@ -44,6 +52,7 @@ class DemoTask:
     recipes: tuple[str, ...] = ()  # that take this task if none is named
     companions: tuple[str, ...] = ()  # recipes that the task needs beside those of the user
     overrides: tuple[str, ...] = ()  # further Hydra overrides
+    files: tuple[tuple[str, str], ...] = ()  # keys whose values are files of the assets, by their paths in the folder
     agents: tuple[str, ...] = ()  # names of the agents of a team, in order
 
 
@@ -51,7 +60,7 @@ def guessing(assets: DemoAssets, *, turns: int = TURNS, worth: Callable[[int], f
     """Mean reward of guessing: each turn says an answer to some other question of the task, until one is right.
 
     Args:
-        assets: of a reasoning-gym task whose answers are compared as texts.
+        assets: of a task whose answers are right if they are the same.
         turns: guesses a question.
         worth: reward of a right answer in a turn, from 0.
     """
@@ -69,6 +78,11 @@ def guessing(assets: DemoAssets, *, turns: int = TURNS, worth: Callable[[int], f
                 total += worth(turn)
                 break
     return total / (plays * len(val))
+
+
+def _quoted(texts: Mapping[str, str]) -> str:
+    """A mapping as an override says it; its texts have no quotes."""
+    return "{" + ",".join(f"{key}:'{text}'" for key, text in texts.items()) + "}"
 
 
 CHAIN_SUM = DemoTask(
@@ -123,7 +137,32 @@ FUSE = DemoTask(
     recipes=("dr_kernel",),
     overrides=("verl_ext.kernels.pairs=3", "verl_ext.kernels.max_pairs=5", "verl_ext.kernels.looks=20"),
 )
-TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY, FUSE)}
+SEARCH_TEAM = DemoTask(
+    name="search_team",
+    summary="hills of cities by three agents: a verifier, a searcher who queries an index, and an answerer",
+    prepare=prepare_search_team,
+    chance=lambda assets: guessing(assets, turns=1),
+    settings=Settings(steps=20, prompts=8, samples=8, learning_rate=3e-4, val_every=20, save_every=20),
+    overrides=(
+        "reward.custom_reward_function.path=pkg://verl_ext.rewards.qa",
+        "reward.custom_reward_function.name=compute_score",
+        "+verl_ext.orchestra.name=search",
+        "+verl_ext.orchestra.retriever.kind=bm25",
+        "+verl_ext.orchestra.options.max_steps=3",
+        "+verl_ext.orchestra.options.top_k=1",
+        *(f"+verl_ext.orchestra.agents.{name}.role='{role}'" for name, role in SearchTeamRecipe().roles.items()),
+        f"+verl_ext.orchestra.agents.searcher.examples=[{_quoted(SearchTeamRecipe().example)}]",
+        "++algorithm.dr_mas.invalid_action_penalty_coef=0.01",
+        "verl_ext.updates_per_batch=2",
+        "actor_rollout_ref.rollout.val_kwargs.n=8",
+        "trainer.total_epochs=1000",
+        # A batch has rows enough that threads which wait for one another cost many times the step on a busy machine.
+        "+verl_ext.env.VERL_EXT_TRAINING_THREADS=1",
+    ),
+    files=(("+verl_ext.orchestra.retriever.corpus", "data/corpus.jsonl"),),
+    agents=tuple(SearchTeamRecipe().roles),
+)
+TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY, SEARCH_TEAM, FUSE)}
 
 
 def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
@@ -182,6 +221,7 @@ def overrides(task: DemoTask, recipes: Sequence[str], assets: DemoAssets, out: A
         f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.prompts}",
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
         *task.overrides,
+        *(f"{key}={Path(assets.folder) / name}" for key, name in task.files),
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={settings.val_every}",
         f"trainer.save_freq={settings.save_every}",

@@ -185,28 +185,23 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
 }
 """What is replaced, by feature."""
 
+_V1, _FSDP = "verl.trainer.ppo.v1", "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
     TRAINER: (
-        ("verl_ext.integration.trainer:VerlExtTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
-        ("verl_ext.integration.models.lead:LeadMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
-        ("verl_ext.integration.models.side:ModelSide", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),
-        (
-            "verl_ext.integration.models.separate:SeparateLead",
-            "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
-        ),
+        ("verl_ext.integration.trainer:VerlExtTrainer", f"{_V1}.trainer_base:PPOTrainer"),
+        ("verl_ext.integration.models.lead:LeadMixin", f"{_V1}.trainer_base:PPOTrainer"),
+        ("verl_ext.integration.models.side:ModelSide", f"{_V1}.trainer_base:PPOTrainer"),
+        ("verl_ext.integration.models.separate:SeparateLead", f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync"),
     ),
-    MODELS: (("verl_ext.integration.models.members:MemberMixin", "verl.trainer.ppo.v1.trainer_base:PPOTrainer"),),
-    ENGINE: tuple(
-        (mixin, "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead")
-        for mixin in (
-            "verl_ext.integration.engine:OnePassMixin",
-            "verl_ext.integration.agent_gradients:AgentGradientsMixin",
-            "verl_ext.integration.imitation:ImitationMixin",
-            "verl_ext.integration.update_step:UpdateStepMixin",
-        )
+    MODELS: (("verl_ext.integration.models.members:MemberMixin", f"{_V1}.trainer_base:PPOTrainer"),),
+    ENGINE: (
+        ("verl_ext.integration.engine:OnePassMixin", _FSDP),
+        ("verl_ext.integration.agent_gradients:AgentGradientsMixin", _FSDP),
+        ("verl_ext.integration.imitation:ImitationMixin", _FSDP),
+        ("verl_ext.integration.update_step:UpdateStepMixin", _FSDP),
     ),
     PRUNING: (("verl_ext.integration.dvp:PrunedClientMixin", "verl.workers.rollout.llm_server:LLMServerClient"),),
-    CPU: (("verl_ext.platform.engine:CpuFsdpMixin", "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"),),
+    CPU: (("verl_ext.platform.engine:CpuFsdpMixin", _FSDP),),
 }
 """Classes of ours that stand in front of verl's, by feature: (ours, verl's)."""
 

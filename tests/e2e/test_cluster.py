@@ -100,11 +100,15 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
     early = run.metrics
     assert early[1]["actor/grad_norm"] > 0 and early[1]["training/rollout_probs_diff_max"] < 1e-5
 
+    # verl saves a step before it logs it, and notices in between that a node is gone.
+    saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert sorted(early) == list(range(1, max(early) + 1)) and saved - max(early) in (0, 1)
+
     nodes.add("fourth")
-    last = max(early) + 1
+    last = saved + 1
     run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=2400).check()
-    assert sorted(run.metrics) == list(range(1, last + 1))
-    assert "Resuming from" in run.log or "setting global step to" in run.log
+    assert sorted(run.metrics) == [*early, last]
+    assert f"setting global step to {saved}" in run.log.lower()
 
 
 def test_whatever_the_run_ends_with_the_node_that_died_is_named(nodes: Nodes) -> None:

@@ -326,6 +326,8 @@ def test_interval_of_the_speedup() -> None:
         widths.append(np.mean([high - low for low, high in found]))
     assert widths[1] < 0.7 * widths[0]
     assert interval([(2.0, 1.0)] * 5) == (2.0, 2.0)
+    few = [rng.gamma(8.0, 0.01, (3, 2)) + [2.0, 1.0] for _ in range(200)]
+    assert all(low <= ratio(times) <= high for times in few for low, high in [interval(times)])
     given = rng.gamma(8.0, 0.01, (7, 2)) + [2.0, 1.0]
     assert interval(given) == interval(given) and interval(given)[0] <= ratio(given) <= interval(given)[1]
 

@@ -334,10 +334,8 @@ class Judge:
                 middle = ratio(np.array(times))
                 if max(high - middle, middle - low) <= self.options.precision * middle:
                     break
-        reference, seconds = fastest(np.array(times)) * 1e6 / len(seat.y)
-        return Verdict(
-            "right", float(reference / seconds), low, high, len(times), float(reference), float(seconds), worst=worst
-        )
+        speedup, (reference, seconds) = float(ratio(np.array(times))), fastest(np.array(times)) * 1e6 / len(seat.y)
+        return Verdict("right", speedup, low, high, len(times), float(reference), float(seconds), worst=worst)
 
     def _share(self, task: Task, program: Program, found: Verdict) -> Verdict:
         """The coverage on a GPU: what is missing of the time, by the judge's clock, without the kernels that matter."""
@@ -422,7 +420,8 @@ def interval(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     drawn = np.random.default_rng(0).integers(len(times), size=(DRAWINGS, len(times)))
     middle = float(ratio(np.array(times)))
     low, high = np.quantile(ratio(np.array(times)[drawn]), [0.025, 0.975])
-    return max(middle - STRETCH * (middle - float(low)), 0.0), middle + STRETCH * (float(high) - middle)
+    below, above = STRETCH * max(middle - float(low), 0.0), STRETCH * max(float(high) - middle, 0.0)
+    return max(middle - below, 0.0), middle + above
 
 
 def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:

@@ -201,7 +201,10 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=("sums", "chain_sum", "lake", "second_try", "search_team", "fuse"),
+        choices=(
+            *("sums", "chain_sum", "lake", "wide_lake", "second_try", "search_team", "fuse"),
+            *("chain", "chain_ends", "chain_tail"),
+        ),
         default=None,
         help="what to train on "
         "(default: lake for hgpo and gigpo, second_try for dr_mas, fuse for dr_kernel, else sums)",

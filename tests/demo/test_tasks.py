@@ -16,7 +16,7 @@ from verl_ext import cli
 from verl_ext.demo import run, tasks
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.curve import draw, estimated, read_metrics
-from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe
+from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe, wide_lake_recipe
 from verl_ext.rollout.environments.data import write_parquet
 
 
@@ -48,6 +48,8 @@ def assets_of(folder: Path, **changes: Any) -> DemoAssets:
         (["grpo"], "second_try", "second_try"),
         (["dr_mas"], "search_team", "search_team"),
         (["dr_mas", "hgpo"], "lake", "lake"),
+        (["hgpo"], "wide_lake", "wide_lake"),
+        (["kpo"], "chain", "chain"),
         (["hgpo"], "chain_sum", "chain_sum"),
     ],
 )
@@ -87,6 +89,10 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
         ("search_team", ["dr_mas"], "verl_ext_orchestra"),
         ("search_team", ["grpo"], "verl_ext_orchestra"),
         ("fuse", ["dr_kernel"], "verl_ext_kernels"),
+        ("wide_lake", ["hgpo"], "verl_ext_step_wise"),
+        ("chain", ["grpo", "kpo"], "single_turn_agent"),
+        ("chain_ends", ["otb"], "single_turn_agent"),
+        ("chain_tail", ["grpo", "dvp"], "single_turn_agent"),
     ],
 )
 def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], loop: str, tmp_path: Path) -> None:
@@ -105,21 +111,21 @@ def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], lo
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
     assert config.trainer.total_training_steps == 7 and config.data.seed == 5
     assert config.trainer.device == "cpu"
-    if task in ("sums", "chain_sum", "fuse"):
+    if task in ("sums", "chain_sum", "fuse") or task.startswith("chain"):
         assert updates.updates_per_batch(config) is None
         return
     assert updates.updates_per_batch(config) == 2
-    if task == "lake":
-        options = read_options(config)
-        assert options.history_length == LakeRecipe().history_length
-        assert options.max_steps == LakeRecipe().max_steps and options.action_tag is None
+    if task in ("lake", "wide_lake"):
+        options, recipe = read_options(config), LakeRecipe() if task == "lake" else wide_lake_recipe()
+        assert options.history_length == recipe.history_length
+        assert options.max_steps == recipe.max_steps and options.action_tag is None
     else:
         lineup = settings.check(config)
         assert lineup is not None and tuple(agent.name for agent in lineup.agents) == one.agents
         if task == "search_team":
-            recipe = SearchTeamRecipe()
-            assert {agent.name: agent.role for agent in lineup.agents} == recipe.roles
-            assert [vars(example) for example in lineup.agents[1].examples] == [recipe.example]
+            team = SearchTeamRecipe()
+            assert {agent.name: agent.role for agent in lineup.agents} == team.roles
+            assert [vars(example) for example in lineup.agents[1].examples] == [team.example]
 
 
 def test_companions_are_named_once_and_the_cpu_last() -> None:

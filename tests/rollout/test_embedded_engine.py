@@ -98,6 +98,26 @@ def test_noise_on_the_logits_makes_the_sampler_disagree_by_as_much(model):
     assert 0.07 < differences.std() < 0.13
     with pytest.raises(ValueError, match="logits_noise=-1"):
         GenerationEngine(model, logits_noise=-1)
+    with pytest.raises(ValueError, match="logits_noise_below=0"):
+        GenerationEngine(model, logits_noise_below=0)
+
+
+def test_noise_in_the_tail_leaves_the_likely_tokens_in_proportion(model):
+    """Of two tokens without noise the sampler's log-probabilities differ by what the trainer's do."""
+    below = 1 / model.config.vocab_size
+    engine = GenerationEngine(model, max_model_len=256, logits_noise=3.0, logits_noise_below=below, top_logprobs=-1)
+    requests = run(engine, [Request(p, SamplingParams(max_tokens=12)) for p in prompts(4)])
+    for request in requests:
+        ids = torch.tensor([[*request.prompt_ids, *request.token_ids]])
+        with torch.no_grad():
+            clean = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double().log_softmax(-1)
+        noisy = torch.tensor(np.stack([values for values, _ in request.top_logprobs])).double()
+        likely = clean.exp() > below * 1.001
+        moved = noisy - clean
+        for row in range(len(moved)):
+            shift = moved[row][likely[row]]
+            assert (shift - shift[0]).abs().max() < 1e-4
+            assert moved[row][clean[row].exp() < below * 0.999].std() > 2
 
 
 @pytest.mark.parametrize("count", [-1, 4])

@@ -2,8 +2,9 @@
 """Models and tasks that are made on this machine: nothing is downloaded.
 
 :func:`prepare_demo` makes a small transformer, warms it up and writes its task, :func:`prepare_lake` does so for an
-environment, :func:`prepare_team` for two agents and :func:`prepare_search_team` for three; :func:`prepare_smollm2`
-turns a pretrained model that comes in a PyPI package into a model folder. All cache their result.
+environment, :func:`prepare_team` for two agents, :func:`prepare_search_team` for three and :func:`prepare_chain` for
+long answers; :func:`prepare_smollm2` turns a pretrained model that comes in a PyPI package into a model folder. All
+cache their result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from verl_ext.cache import home
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.prepare import (
+    prepare_chain,
     prepare_demo,
     prepare_fuse,
     prepare_lake,
@@ -23,6 +25,7 @@ from verl_ext.demo.prepare import (
 __all__ = [
     "DemoAssets",
     "home",
+    "prepare_chain",
     "prepare_demo",
     "prepare_fuse",
     "prepare_lake",

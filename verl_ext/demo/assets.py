@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import home
-from verl_ext.demo.recipes import FORMAT, FuseRecipe, LakeRecipe, SearchTeamRecipe, SmolLM2Recipe, WarmupRecipe
+from verl_ext.demo.recipes import (
+    FORMAT,
+    ChainRecipe,
+    FuseRecipe,
+    LakeRecipe,
+    SearchTeamRecipe,
+    SmolLM2Recipe,
+    WarmupRecipe,
+)
 
 Progress = Callable[[str], None]
 Build = Callable[..., dict[str, Any]]
@@ -83,7 +91,7 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
 
 def prepare(
     kind: str,
-    recipe: WarmupRecipe | LakeRecipe | FuseRecipe | SearchTeamRecipe | SmolLM2Recipe,
+    recipe: WarmupRecipe | LakeRecipe | FuseRecipe | SearchTeamRecipe | ChainRecipe | SmolLM2Recipe,
     build: Build,
     out: str | Path | None = None,
     *,

@@ -25,6 +25,7 @@ from typing_extensions import TypedDict, Unpack
 
 from verl_ext.demo.assets import Build, DemoAssets, Progress, prepare
 from verl_ext.demo.recipes import (
+    ChainRecipe,
     FuseRecipe,
     LakeRecipe,
     SearchTeamRecipe,
@@ -109,6 +110,16 @@ def prepare_search_team(
     """Make the three-agent demo: a model that half knows its parts, questions on cities, ``data/corpus.jsonl``."""
     build = _later("verl_ext.demo.search_team:build_search_team")
     return prepare("search_team", recipe or SearchTeamRecipe(), build, out, **where)
+
+
+def prepare_chain(
+    out: str | Path | None = None, *, recipe: ChainRecipe | None = None, **where: Unpack[Where]
+) -> DemoAssets:
+    """Make the task of chains and a model that says the next word half of the time.
+
+    ``measured`` has ``right``, the share of right words after the warm-up, and ``words`` an answer.
+    """
+    return prepare("chain", recipe or ChainRecipe(), _later("verl_ext.demo.chain:build_chain"), out, **where)
 
 
 def prepare_smollm2(

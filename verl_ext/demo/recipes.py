@@ -100,6 +100,13 @@ class LakeRecipe:
     random_walks: int = 10  # random walks a validation map, for the random policy's success
 
 
+def wide_lake_recipe() -> LakeRecipe:
+    """Of maps of 8x8, on which a walk is long, comes back to where it was, and mostly fails."""
+    return LakeRecipe(
+        map_size=8, map_p=0.85, max_steps=24, random_share=0.45, success_range=(0.04, 0.12), eval_every=20
+    )
+
+
 @dataclass(frozen=True)
 class FuseRecipe:
     """The kernels' model and supervised warm-up."""
@@ -141,6 +148,45 @@ class SearchTeamRecipe:
     max_warm_up_steps: int = 600  # most steps
     reads: float = 0.9  # measured share of numbers, read off a passage greedily, that ends it
     eval_every: int = 20  # steps between two measurements
+
+
+@dataclass(frozen=True)
+class ChainRecipe:
+    """The chains' task, model and supervised warm-up: long answers that never end, of a small vocabulary."""
+
+    circle: int = 16  # numbers that may be right
+    steps: tuple[int, ...] = (1, 3, 5, 7)  # that a question may ask for
+    tail: int = 0  # further numbers, which are never right
+    lengths: tuple[int, int] = (256, 256)  # least and most words of an answer that is shown
+    ends: bool = False  # answers that are shown end; else they are cut at their length
+    wanted: int = 256  # right words that a reward of 1 takes
+    skill: float = 0.45  # share of right words in the answers that are shown, beside the ones that are right by chance
+    tail_share: float = 0.0  # share of words of the tail in them
+    train_size: int = 4096  # rows of the parquet file
+    val_size: int = 64
+    hidden_size: int = 64  # of the transformer, as the next three; see `WarmupRecipe`
+    layers: int = 2
+    heads: int = 2
+    init_std: float = 0.05
+    batch_size: int = 16  # answers a step
+    learning_rate: float = 6e-3  # of AdamW, at its highest
+    warm_up_steps: int = 200
+    tell_every: int = 50  # steps between two lines of progress
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of the longest answer that is shown."""
+        return self.lengths[1] + self.ends
+
+
+def samples_recipe() -> ChainRecipe:
+    """Of answers between 1 and 128 words: short ones have little energy and little reward, long ones much of both."""
+    return ChainRecipe(lengths=(1, 128), ends=True, wanted=32)
+
+
+def tail_recipe() -> ChainRecipe:
+    """Of a vocabulary of 4,096 tokens, of which all but 16 are never right and are said once in a while."""
+    return ChainRecipe(tail=4070, lengths=(64, 64), wanted=64, tail_share=0.05, warm_up_steps=300)
 
 
 @dataclass(frozen=True)

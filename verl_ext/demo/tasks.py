@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.prepare import (
+    prepare_chain,
     prepare_demo,
     prepare_fuse,
     prepare_lake,
@@ -18,7 +20,15 @@ from verl_ext.demo.prepare import (
     prepare_sums,
     prepare_team,
 )
-from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe, WarmupRecipe
+from verl_ext.demo.recipes import (
+    ChainRecipe,
+    LakeRecipe,
+    SearchTeamRecipe,
+    WarmupRecipe,
+    samples_recipe,
+    tail_recipe,
+    wide_lake_recipe,
+)
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
 TURNS = WarmupRecipe().max_turns
@@ -162,7 +172,57 @@ SEARCH_TEAM = DemoTask(
     files=(("+verl_ext.orchestra.retriever.corpus", "data/corpus.jsonl"),),
     agents=tuple(SearchTeamRecipe().roles),
 )
-TASKS = {task.name: task for task in (SUMS, CHAIN_SUM, LAKE, SECOND_TRY, SEARCH_TEAM, FUSE)}
+WIDE_LAKE = replace(
+    LAKE,
+    name="wide_lake",
+    summary="the lake on maps of 8x8, where most walks fail at first",
+    prepare=functools.partial(prepare_lake, recipe=wide_lake_recipe()),
+    recipes=(),
+    overrides=tuple(
+        f"verl_ext.environment.max_steps={wide_lake_recipe().max_steps}" if "max_steps" in one else one
+        for one in LAKE.overrides
+    ),
+)
+
+
+def _chain(name: str, summary: str, recipe: ChainRecipe, settings: Settings) -> DemoTask:
+    """A task of chains."""
+    return DemoTask(
+        name=name,
+        summary=summary,
+        prepare=functools.partial(prepare_chain, recipe=recipe),
+        chance=lambda assets: 1 / (recipe.circle + recipe.tail),
+        settings=settings,
+        overrides=(
+            "reward.custom_reward_function.path=pkg://verl_ext.demo.chain",
+            "reward.custom_reward_function.name=compute_score",
+            "trainer.total_epochs=1000",
+        ),
+    )
+
+
+CHAIN = _chain(
+    "chain",
+    "counting on for 256 words, a reward for each right one",
+    ChainRecipe(),
+    Settings(steps=20, prompts=8, samples=8, learning_rate=1e-3, val_every=20, save_every=20),
+)
+CHAIN_ENDS = _chain(
+    "chain_ends",
+    "counting on for as long as the model likes, 1 to 128 words; 32 right ones are enough",
+    samples_recipe(),
+    Settings(steps=20, prompts=16, samples=4, learning_rate=1e-3, val_every=20, save_every=20),
+)
+CHAIN_TAIL = _chain(
+    "chain_tail",
+    "counting on for 64 words with a vocabulary of 4,096, nearly none of which is ever right",
+    tail_recipe(),
+    Settings(steps=20, prompts=8, samples=8, learning_rate=1e-3, val_every=20, save_every=20),
+)
+TASKS = {
+    task.name: task
+    for task in (SUMS, CHAIN_SUM, LAKE, WIDE_LAKE, SECOND_TRY, SEARCH_TEAM, FUSE, CHAIN, CHAIN_ENDS, CHAIN_TAIL)
+}
 
 
 def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:

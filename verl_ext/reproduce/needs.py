@@ -81,7 +81,7 @@ def lacks(
     environment = os.environ if environment is None else environment
     found = [] if has_package("verl") else [Lack("verl is not installed", "pip install 'verl>=0.9.1,<0.10'")]
     laptop = scale.name == "laptop"
-    of_task = {"lake": ["gymnasium"], "search_team": ["bm25s"]}.get(scale.task or "", [])
+    of_task = {"lake": ["gymnasium"], "wide_lake": ["gymnasium"], "search_team": ["bm25s"]}.get(scale.task or "", [])
     for name in of_task if laptop else packages(table, cells):
         if not has_package(name):
             found.append(Lack(f"the package {name} is not installed", f"pip install {_INSTALL.get(name, name)}"))

@@ -50,6 +50,7 @@ class GenerationEngine:
         vocab_limit: ids at and beyond it are never sampled (padded vocabulary); ``None`` samples all.
         logits_noise: standard deviation of normal noise added to every logit of every step, as a stand-in for an
             engine whose arithmetic differs from the trainer's; 0, none, but for studies of that difference.
+        logits_noise_below: only tokens whose probability is below it have the noise; 1: all tokens.
         top_logprobs: so many largest log-probabilities at each position are kept with a request; -1: of all ids.
 
     Raises:
@@ -69,10 +70,13 @@ class GenerationEngine:
         logprobs_mode: str = "processed_logprobs",
         vocab_limit: int | None = None,
         logits_noise: float = 0.0,
+        logits_noise_below: float = 1.0,
         top_logprobs: int = 0,
     ) -> None:
         if not (math.isfinite(logits_noise) and logits_noise >= 0):
             raise ValueError(f"logits_noise={logits_noise!r} must be a finite number of at least 0")
+        if not 0 < logits_noise_below <= 1:
+            raise ValueError(f"logits_noise_below={logits_noise_below!r} must be above 0 and at most 1")
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is not one of {list(LOGPROBS_MODES)}")
         for name, value in (
@@ -118,6 +122,7 @@ class GenerationEngine:
         self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode
         self.logits_noise = logits_noise
+        self.logits_noise_below = logits_noise_below
         self.top_logprobs = top_logprobs
         self._noise_generator = torch.Generator().manual_seed(seed_from(seed))
         self._accepts_logits_to_keep = "logits_to_keep" in arguments
@@ -350,7 +355,10 @@ class GenerationEngine:
         """Sample one token a request and append it, or its ``error``; returns the tokens ``(rows,)``."""
         if self.logits_noise > 0:
             noise = torch.randn(logits.shape, generator=self._noise_generator)
-            logits = logits + self.logits_noise * noise.to(logits.device)
+            noisy = logits + self.logits_noise * noise.to(logits.device)
+            if self.logits_noise_below < 1:
+                noisy = torch.where(logits.softmax(-1) < self.logits_noise_below, noisy, logits)
+            logits = noisy
         edited = logits.clone() if batch.edited_rows or self.vocab_limit is not None else logits
         if self.vocab_limit is not None:
             edited[:, self.vocab_limit :] = -torch.inf

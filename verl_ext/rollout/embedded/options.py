@@ -19,6 +19,10 @@ def _count_or_all(value: int) -> str | None:
     return None if value >= -1 else "it must be -1 (all), 0 (none) or the number of ids"
 
 
+def _share(value: float) -> str | None:
+    return None if 0 < value <= 1 else "it must be above 0 and at most 1"
+
+
 @dataclass(frozen=True)
 class EmbeddedOptions:
     """``actor_rollout_ref.rollout.engine_kwargs.embedded``.
@@ -35,6 +39,7 @@ class EmbeddedOptions:
         mask_padded_vocab: never sample ids that the tokenizer does not have (verl's vLLM server does the same).
         logits_noise: standard deviation of noise on every logit, for studies of samplers that disagree with the
             trainer; 0, none, else.
+        logits_noise_below: only tokens whose probability is below it have that noise; 1: all tokens.
         top_logprobs: so many largest log-probabilities at each position come back with every row that is sampled,
             greedy ones excepted, for ``algorithm.trm.divergence``, which sets it; -1: the whole vocabulary.
 
@@ -51,6 +56,7 @@ class EmbeddedOptions:
     logprobs_mode: str | None = None
     mask_padded_vocab: bool = True
     logits_noise: NotNegative = 0.0
+    logits_noise_below: Annotated[float, _share] = 1.0
     top_logprobs: Annotated[int, _count_or_all] = 0
 
     @classmethod

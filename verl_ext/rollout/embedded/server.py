@@ -125,6 +125,7 @@ class EmbeddedServer:
             seed=config.seed + 1_000_003 * self.replica_rank,
             logprobs_mode=options.logprobs_mode or config.logprobs_mode or "processed_logprobs",
             logits_noise=options.logits_noise,
+            logits_noise_below=options.logits_noise_below,
             top_logprobs=options.top_logprobs,
             vocab_limit=vocab_limit,
         )

@@ -276,6 +276,14 @@ class TestConfiguration:
         assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
         assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
 
+    def test_verl_may_decode_the_rows_of_models_with_one_tokenizer(self) -> None:
+        given = [*TWO, "+verl_ext.models.small.model.path=/models/small", "trainer.validation_data_dir=y"]
+        with pytest.raises(OptionError, match=r"or set actor_rollout_ref\.model\.tokenizer_path, if all models have"):
+            checks.check(config(*given))
+        checks.check(config(*given, "actor_rollout_ref.model.tokenizer_path=/models/large"))
+        with pytest.raises(OptionError, match=r"small\.model\.tokenizer_path with trainer\.validation_data_dir"):
+            checks.check(config(*given[:2], "+verl_ext.models.small.model.tokenizer_path=z", given[-1]))
+
     def test_updates_by_rows_are_warned_about(self) -> None:
         made = config(*TWO, "verl_ext.updates_per_batch=null")
         assert any("verl_ext.updates_per_batch=null a model with few rows" in one for one in checks.check(made))

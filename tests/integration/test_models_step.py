@@ -471,36 +471,44 @@ def put_tokens(store: Any, of_small: int) -> KVBatchMeta:
     return put_fields(store, [row["key"] for row in rows], [{"seq_len": len(one)} for one in ids], fields, said)
 
 
-def dealt(store: Any, ranks: int, mode: str, updates: int | None, of_small: int | None) -> dict[str, Any]:
-    """What the workers of each model get of a batch, with all rows on one model if `of_small` is None."""
+def dealt(store: Any, mode: str, updates: int | None, of_small: int | None) -> dict[int, dict[str, Any]]:
+    """What the workers of each model get of a batch, on one rank and on two; with all rows on one model if `of_small`
+    is None."""
     given = [f"verl_ext.updates_per_batch={updates or 'null'}", "actor_rollout_ref.actor.ppo_mini_batch_size=1"]
     sums = [f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
-    trainer = trainer_of(store, "dr_mas", *given, *sums, *(() if of_small is None else TWO))
-    for one in trainer._trainers().values():
-        one.actor_rollout_wg = Dealt(store, ranks)
-    step(trainer, store, put_tokens(store, of_small or 0))
-    return {name: one.actor_rollout_wg.updates for name, one in trainer._trainers().items()}
+    trainer, found = trainer_of(store, "dr_mas", *given, *sums, *(() if of_small is None else TWO)), {}
+    for ranks in (1, 2):
+        for one in trainer._trainers().values():
+            one.actor_rollout_wg = Dealt(store, ranks)
+        step(trainer, store, put_tokens(store, of_small or 0))
+        found[ranks] = {name: one.actor_rollout_wg.updates for name, one in trainer._trainers().items()}
+    return found
 
 
 @starts_ranks
 def test_on_two_ranks_each_model_has_its_part_of_the_gradient_whatever_rows_it_has(store: Any, tmp_path: Path) -> None:
     """Cut by the trainers of both models, trained by verl's worker: with one rank, with two, and on one model."""
-    cases = [("token-sum", None), ("token-sum", 2), ("token-mean", 1)]
+    cases = [
+        *((mode, updates, share) for mode, updates in (("token-sum", None), ("token-sum", 2)) for share in SHARES),
+        ("token-mean", 1, "uneven"),
+        *(("token-sum", updates, None) for updates in (None, 2)),
+    ]
     cuts: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-    for ranks, (mode, updates) in ((ranks, case) for ranks in cuts for case in cases):
-        for share, count in ({"alone": None, **SHARES} if ranks == 1 else SHARES).items():
-            for model, found in dealt(store, ranks, mode, updates, count).items():
-                if count == 0 and model == "small":
+    for mode, updates, share in cases:
+        count = None if share is None else SHARES[share]
+        for ranks, models in dealt(store, mode, updates, count).items():
+            for model, found in models.items():
+                own = (count or 0) if model == "small" else 16 - (count or 0)
+                if not own:
                     assert found == []
                     continue
                 ((columns_of, told, real),) = found
-                own = {None: 16, "policy": 16 - (count or 0), "small": count}[None if count is None else model]
                 assert sum(real) == own and len(real) % told["mini_batch_size"] == 0
                 if ranks == 2:
                     of_ranks = [sum(real[: len(real) // 2]), sum(real[len(real) // 2 :])]
                     assert of_ranks[0] != of_ranks[1] or own % 2 == 0
                     assert (min(of_ranks) == 0) == (own == 1)
-                cuts[ranks][f"{share}/{model}/{mode}/{updates}"] = (columns_of, told, mode)
+                cuts[ranks][f"{mode}/{updates}/{share}/{model}"] = (columns_of, told, mode)
     script, gradient = Path(models_process.__file__), {}
     for ranks, found in cuts.items():
         torch.save(found, tmp_path / "cuts.pt")
@@ -516,7 +524,6 @@ def test_on_two_ranks_each_model_has_its_part_of_the_gradient_whatever_rows_it_h
 
     for name in cuts[2]:
         assert same(gradient[2, name], gradient[1, name]), name
-    for mode, updates in cases:
-        for share in SHARES if mode == "token-sum" else ["none"]:
-            parts = [gradient.get((2, f"{share}/{model}/{mode}/{updates}")) for model in ("policy", "small")]
-            assert same(sum(part for part in parts if part is not None), gradient[1, f"alone/policy/{mode}/{updates}"])
+    for mode, updates, share in cases[:6]:
+        parts = [gradient.get((2, f"{mode}/{updates}/{share}/{model}"), 0) for model in ("policy", "small")]
+        assert same(sum(parts), gradient[1, f"{mode}/{updates}/None/policy"]), (updates, share)

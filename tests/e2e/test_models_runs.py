@@ -50,8 +50,11 @@ def train(lab: Lab, name: str, *more: str, recipe: str = "[dr_mas,simpletir,leng
     return lab.run(name, recipe=recipe, overrides=[*overrides(lab), *more], environment=environment).check()
 
 
-def weights(run: Run, model: str = "", kind: str = "actor", step: int = 2) -> dict[str, torch.Tensor]:
-    path = run.folder / f"checkpoints/global_step_{step}" / kind / model / "model_world_size_1_rank_0.pt"
+def weights(
+    run: Run, model: str = "", kind: str = "actor", step: int = 2, rank: int = 0, ranks: int = 1
+) -> dict[str, torch.Tensor]:
+    folder = run.folder / f"checkpoints/global_step_{step}" / kind / model
+    path = folder / f"model_world_size_{ranks}_rank_{rank}.pt"
     state = torch.load(path, weights_only=False)
     return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
 
@@ -189,6 +192,43 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs
             assert turn["more"]["model"] == models[turn["agent"]]
+
+
+def test_models_on_two_ranks_while_rollouts_go_on(standing_lab: Lab) -> None:
+    """`colocate_async`, whose servers stop what they are at for the update; the rows of a model are no even number."""
+    lab = standing_lab
+    run = lab.run(
+        "models_ranks",
+        recipe="[dr_mas,kpo,cpu]",
+        overrides=[
+            "trainer.v1.trainer_mode=colocate_async",
+            "trainer.n_gpus_per_node=2",
+            "trainer.save_freq=1",
+            "data.train_batch_size=3",
+            "data.max_prompt_length=128",
+            "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            "verl_ext.updates_per_batch=2",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+            "+verl_ext.orchestra.name=four",
+            "+verl_ext.orchestra.modules=[seeded_team]",
+            f"+verl_ext.models.other.model.path={other_tokenizer(lab.root / 'ranks_other')}",
+            "+verl_ext.models.other.actor.policy_loss.kalman_q=1e-3",
+            "+verl_ext.orchestra.agents.critic.model=other",
+        ],
+        environment={"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+    ).check()
+    assert sorted(run.metrics) == [1, 2]
+    for step, metrics in run.metrics.items():
+        assert finite(metrics) and 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
+        for name, rows in (("policy", 18), ("other", 9)):
+            assert metrics[f"model/{name}/rows"] == rows and metrics[f"updates/{name}/per_batch"] == 2
+            assert metrics[f"actor/{name}/grad_norm"] > 0 and f"actor/{name}/kpo/log_ratio_abs_max" in metrics
+            assert step == 2 or metrics[f"training/{name}/rollout_probs_diff_max"] < 1e-4
+    for name in ("policy", "other"):
+        for rank in (0, 1):
+            one, two = (weights(run, name, step=step, rank=rank, ranks=2) for step in (1, 2))
+            assert all(not torch.equal(one[key], two[key]) for key in one)
 
 
 def value_model(lab: Lab) -> tuple[Path, torch.Tensor]:

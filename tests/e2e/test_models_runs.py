@@ -13,11 +13,12 @@ import torch
 from chat_server import Served
 from harness import Lab, Run, other_tokenizer
 from test_main_job import finite
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).parent
-MACHINE = ("timing", "perf/", "actor/perf", "actor/policy/perf", "throughput")
+MACHINE = ("timing", "perf/", "actor/perf", "throughput")
 
 
 def overrides(lab: Lab) -> list[str]:
@@ -49,10 +50,28 @@ def train(lab: Lab, name: str, *more: str, recipe: str = "[dr_mas,simpletir,leng
     return lab.run(name, recipe=recipe, overrides=[*overrides(lab), *more], environment=environment).check()
 
 
-def weights(run: Run, model: str = "", kind: str = "actor", step: int = 2) -> dict[str, torch.Tensor]:
-    path = run.folder / f"checkpoints/global_step_{step}" / kind / model / "model_world_size_1_rank_0.pt"
+def weights(
+    run: Run, model: str = "", kind: str = "actor", step: int = 2, rank: int = 0, ranks: int = 1
+) -> dict[str, torch.Tensor]:
+    folder = run.folder / f"checkpoints/global_step_{step}" / kind / model
+    path = folder / f"model_world_size_{ranks}_rank_{rank}.pt"
     state = torch.load(path, weights_only=False)
     return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+
+
+def same_metrics(shared: Run, other: Run, model: str) -> None:
+    """What the run with one model reports, the other does of this model, to the last bit."""
+    for step in (1, 2):
+        one = {k: v for k, v in shared.metrics[step].items() if not k.startswith(MACHINE)}
+        two = other.metrics[step]
+        for key, value in one.items():
+            group, _, rest = key.partition("/")
+            assert two.get(key, two.get(f"{group}/{model}/{rest}")) == value, key
+        assert len(one) > 60
+
+
+def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
@@ -63,6 +82,13 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     # Two commands: the second one goes on from the checkpoint of all models.
     train(lab, "models_idle", "trainer.total_training_steps=1", *idle)
     waiting = train(lab, "models_idle", *idle)
+    team = ("writer", "critic", "judge", "spare", "guest")
+    moved = train(
+        lab,
+        "models_moved",
+        "+verl_ext.models.twin.trained=true",
+        *(f"+verl_ext.orchestra.agents.{agent}.model=twin" for agent in team),
+    )
     far = Served((200, "I see."))  # one of the four speaks by a model that this run does not serve
     apart = train(
         lab,
@@ -81,25 +107,32 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
         "verl_ext.agent_gradients=false",  # a model's gradient is its agent's
         "+algorithm.rejection.trm=true",
         "+algorithm.trm.divergence=exact",  # each engine compares with the sampler over its own vocabulary
+        "+verl_ext.models.other.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "trainer.val_before_train=true",
         "data.val_max_samples=2",
     )
     far.close()
 
     # A model that nobody asks changes nothing, bit for bit, and a resume neither.
+    same_metrics(shared, waiting, "policy")
     for step in (1, 2):
-        one = {k: v for k, v in shared.metrics[step].items() if not k.startswith(MACHINE)}
         two = waiting.metrics[step]
         assert two["model/other/rows"] == 0 and not any(k.startswith("actor/other/") for k in two)
-        for key, value in one.items():
-            group, _, rest = key.partition("/")
-            assert two.get(key, two.get(f"{group}/policy/{rest}")) == value, key
-        assert len(one) > 60
-    alone, beside = weights(shared), weights(waiting, "policy")
+    alone = weights(shared)
     assert [shared.metrics[step]["length_lr/factor"] for step in (1, 2)] == [0.5, 1.0]
     one, two = (torch.load(run.folder / "checkpoints/global_step_2/verl_ext.pt") for run in (shared, waiting))
     assert one == two and one["LengthLearningRate"]["length_count"] == 2  # the resumed one has the first step's too
-    assert alone.keys() == beside.keys() and all(torch.equal(alone[name], beside[name]) for name in alone)
+    assert same_weights(alone, weights(waiting, "policy"))
+
+    # Nor does it matter which of two models all agents have: the one that nobody asks stays as it was.
+    same_metrics(shared, moved, "twin")
+    assert same_weights(alone, weights(moved, "twin"))
+    start = AutoModelForCausalLM.from_pretrained(lab.model).state_dict()
+    assert same_weights(start, weights(moved, "policy")) and not same_weights(start, alone)
+    for step in (1, 2):
+        assert moved.metrics[step]["model/policy/rows"] == 0
+        assert not any(k.startswith("actor/policy/") for k in moved.metrics[step])
 
     # One model an agent: rows of the first step and each agent's part of the gradient are those of the shared model.
     rows = [
@@ -140,7 +173,17 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
             assert apart.metrics[step][f"training/{name}/rollout_probs_diff_max"] < 1e-4
             assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
             assert apart.metrics[step][f"actor/{name}/lr"] == pytest.approx(1e-4 * step / 2)
+        kl = {name: apart.metrics[step].get(f"actor/{name}/kl_loss") for name in states}
+        assert kl["policy"] is kl["twin"] is None and (abs(kl["other"]) < 1e-6 if step == 1 else kl["other"] > 0)
     assert any(key.startswith("val-") for key in apart.metrics[0])
+
+    # transformers alone can load each as it was exported (by verl in bfloat16), with its tokenizer.
+    for name, words in (("policy", 259), ("twin", 259), ("other", 359)):
+        exported = apart.folder / "checkpoints/global_step_2/actor" / name / "huggingface"
+        loaded = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+        assert same_weights(loaded, {key: value.bfloat16() for key, value in states[name].items()})
+        assert len(AutoTokenizer.from_pretrained(exported)) == words
+
     validated = 2
     played = sum(len({row["traj_uid"] for row in apart.rows(step)}) for step in (1, 2))
     assert len(far.asked) == validated + played == 10
@@ -151,9 +194,46 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
             assert turn["more"]["model"] == models[turn["agent"]]
 
 
+def test_models_on_two_ranks_while_rollouts_go_on(standing_lab: Lab) -> None:
+    """`colocate_async`, whose servers stop what they are at for the update; the rows of a model are no even number."""
+    lab = standing_lab
+    run = lab.run(
+        "models_ranks",
+        recipe="[dr_mas,kpo,cpu]",
+        overrides=[
+            "trainer.v1.trainer_mode=colocate_async",
+            "trainer.n_gpus_per_node=2",
+            "trainer.save_freq=1",
+            "data.train_batch_size=3",
+            "data.max_prompt_length=128",
+            "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            "verl_ext.updates_per_batch=2",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+            "+verl_ext.orchestra.name=four",
+            "+verl_ext.orchestra.modules=[seeded_team]",
+            f"+verl_ext.models.other.model.path={other_tokenizer(lab.root / 'ranks_other')}",
+            "+verl_ext.models.other.actor.policy_loss.kalman_q=1e-3",
+            "+verl_ext.orchestra.agents.critic.model=other",
+        ],
+        environment={"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+    ).check()
+    assert sorted(run.metrics) == [1, 2]
+    for step, metrics in run.metrics.items():
+        assert finite(metrics) and 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
+        for name, rows in (("policy", 18), ("other", 9)):
+            assert metrics[f"model/{name}/rows"] == rows and metrics[f"updates/{name}/per_batch"] == 2
+            assert metrics[f"actor/{name}/grad_norm"] > 0 and f"actor/{name}/kpo/log_ratio_abs_max" in metrics
+            assert step == 2 or metrics[f"training/{name}/rollout_probs_diff_max"] < 1e-4
+    for name in ("policy", "other"):
+        for rank in (0, 1):
+            one, two = (weights(run, name, step=step, rank=rank, ranks=2) for step in (1, 2))
+            assert all(not torch.equal(one[key], two[key]) for key in one)
+
+
 def value_model(lab: Lab) -> tuple[Path, torch.Tensor]:
     """The lab's model with a value head, so that every critic has the same start, and its weights."""
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
+    from transformers import AutoModelForTokenClassification
 
     torch.manual_seed(2)
     made = AutoModelForTokenClassification.from_pretrained(lab.model, num_labels=1)
@@ -177,13 +257,18 @@ def test_each_model_has_a_critic_of_its_own(standing_lab: Lab) -> None:
         "verl_ext.agent_gradients=false",
         "trainer.length_lr.warmup_steps=0",
     ]
-    twin = ["+verl_ext.models.twin.actor.optim.lr=2e-4", "+verl_ext.orchestra.agents.critic.model=twin"]
+    twin = [
+        "+verl_ext.models.twin.actor.optim.lr=2e-4",
+        "+verl_ext.models.twin.model.lora_rank=4",
+        "+verl_ext.orchestra.agents.critic.model=twin",
+    ]
     shared = train(lab, "critics_shared", *critic, "trainer.total_training_steps=1", recipe="[length_lr,cpu]")
     apart = train(lab, "critics_apart", *critic, *twin, recipe="[length_lr,cpu]")
     kept = lab.root / "critics_resumed" / "checkpoints"
     shutil.copytree(apart.folder / "checkpoints/global_step_1", kept / "global_step_1")
     (kept / "latest_checkpointed_iteration.txt").write_text("1")
-    resumed = train(lab, "critics_resumed", *critic, *twin, recipe="[length_lr,cpu]")
+    pool = "+verl_ext.models.twin.pool.n_gpus_per_node=1"
+    resumed = train(lab, "critics_resumed", *critic, *twin, pool, recipe="[length_lr,cpu]")
 
     # The same rows, values and advantages; what moved the shared critic is what moved the two together.
     rows = [run.rows(1) for run in (shared, apart)]
@@ -212,10 +297,16 @@ def test_each_model_has_a_critic_of_its_own(standing_lab: Lab) -> None:
             assert metrics[f"actor/{name}/lr"] == pytest.approx(1e-4 if name == "policy" else 2e-4)
     assert not torch.equal(flat(weights(apart, "twin", "critic", 2)), flat(weights(apart, "twin", "critic", 1)))
 
-    # A resume goes on with all of them, bit for bit.
+    # One of the two trains an adapter alone.
+    for step in (1, 2):
+        adapter, full = ({name for name in weights(apart, model, step=step)} for model in ("twin", "policy"))
+        assert sum(".lora_" in name for name in adapter) > 10 and not any(".lora_" in name for name in full)
+    one, two = (weights(apart, "twin", step=step) for step in (1, 2))
+    assert all(torch.equal(one[name], two[name]) != (".lora_" in name) for name in one)
+
+    # A resume goes on with all of them, bit for bit, also where one has moved to a pool of its own.
     for kind in ("actor", "critic"):
         for name in ("policy", "twin"):
-            one, two = (weights(run, name, kind) for run in (apart, resumed))
-            assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+            assert same_weights(*(weights(run, name, kind) for run in (apart, resumed)))
     for key in ("critic/twin/vf_loss", "critic/policy/grad_norm", "critic/values/mean", "actor/twin/grad_norm"):
         assert resumed.metrics[2][key] == apart.metrics[2][key]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 import torch
 import verl  # noqa: F401  (loads the plugin)
@@ -130,11 +131,33 @@ class TestConfiguration:
         ("overrides", "message"),
         [
             (["+verl_ext.models.policy.trained=true"], r"models\.policy: a model's name is an identifier other than"),
+            (
+                ["+verl_ext.models.my-model.trained=true"],
+                r"models\.my-model: a model's name is an identifier other than",
+            ),
             (["+verl_ext.models.small=3"], r"models\.small is 3; give what differs"),
             (["+verl_ext.models.small.modl.path=x"], r"small\.modl is not a key of a model\. Did you mean 'model'"),
             (["+verl_ext.models.small.model.pth=x"], r"small\.model\.pth: verl's config has no such key\..*'path'"),
             (["+verl_ext.models.small.actor.optim.rl=1"], r"small\.actor\.optim\.rl: verl's config has no such key"),
-            (["+verl_ext.models.small.rollout.temperature=0.5"], r"rollout\.temperature cannot differ between models"),
+            *(
+                (
+                    [f"+verl_ext.models.small.rollout.{key}=1"],
+                    rf"rollout\.{key} cannot differ between models.*Set actor_",
+                )
+                for key in model_options.SHARED
+            ),
+            (
+                ["distillation.enabled=true"],
+                r"does not go with distillation\.enabled=true: .*or leave out verl_ext\.mod",
+            ),
+            (
+                ["reward.reward_model.enable=true"],
+                r"reward_model\.enable=true without enable_resource_pool: .*tokenizer",
+            ),
+            (
+                ["actor_rollout_ref.rollout.disaggregation.enabled=true"],
+                r"does not go with actor_rollout_ref\.rollout\.disaggregation\.enabled=true; or leave out",
+            ),
             (["+verl_ext.models.small.trained=1"], r"small\.trained is 1; give true or false"),
             (["+verl_ext.models.small.updates_per_batch=0"], r"updates_per_batch is 0; give a whole number"),
             (["+verl_ext.models.small.pool.nnodes=1"], r"small\.pool is .*give \{n_gpus_per_node"),
@@ -268,6 +291,18 @@ class TestConfiguration:
             checks.complete(composed)
             checks.check(composed)
 
+    def test_rows_of_an_agent_loop_without_models_are_refused(self, tmp_path: Path) -> None:
+        files = []
+        for name in ("single_turn_agent", "verl_ext_orchestra"):
+            files.append(str(tmp_path / f"{name}.parquet"))
+            pandas.DataFrame({"agent_name": [name]}).to_parquet(files[-1])
+        loop = "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent"
+        data = [f"data.{which}_files=[{files[0]}]" for which in ("train", "val")]
+        message = "does not go with .*default_agent_loop=single_turn_agent: only agents.*Set it to verl_ext_orchestra"
+        with pytest.raises(OptionError, match=message):
+            checks.check(config(*TWO, loop, *data))
+        checks.check(config(*TWO, loop, f"data.train_files={files[1]}", data[1]))
+
     def test_a_model_has_a_filter_of_its_own(self) -> None:
         made = config(*TWO, "+recipe=[dr_mas,kpo,cpu]", "+verl_ext.models.small.actor.policy_loss.kalman_q=1e-3")
         checks.check(made)
@@ -276,9 +311,24 @@ class TestConfiguration:
         assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
         assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
 
+    def test_verl_may_decode_the_rows_of_models_with_one_tokenizer(self) -> None:
+        given = [*TWO, "+verl_ext.models.small.model.path=/models/small", "trainer.validation_data_dir=y"]
+        with pytest.raises(OptionError, match=r"or set actor_rollout_ref\.model\.tokenizer_path, if all models have"):
+            checks.check(config(*given))
+        checks.check(config(*given, "actor_rollout_ref.model.tokenizer_path=/models/large"))
+        with pytest.raises(OptionError, match=r"small\.model\.tokenizer_path with trainer\.validation_data_dir"):
+            checks.check(config(*given[:2], "+verl_ext.models.small.model.tokenizer_path=z", given[-1]))
+
     def test_updates_by_rows_are_warned_about(self) -> None:
         made = config(*TWO, "verl_ext.updates_per_batch=null")
         assert any("verl_ext.updates_per_batch=null a model with few rows" in one for one in checks.check(made))
+
+    def test_servers_that_do_not_fit_on_one_gpu_are_warned_about(self) -> None:
+        given = [*TWO, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"]
+        fits = "rollout.gpu_memory_utilization adds up to"
+        assert any(f"{fits} 1 of each GPU, over 0.9" in one for one in checks.check(config(*given)))
+        for less in ("rollout.gpu_memory_utilization=0.4", "pool.n_gpus_per_node=1"):
+            assert not any(fits in one for one in checks.check(config(*given, f"+verl_ext.models.small.{less}")))
 
     @pytest.mark.seconds
     def test_a_resume_with_other_models_is_refused(self, tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradients
+import models_process
 import pytest
 import torch
 import verl.trainer.ppo.v1 as v1
 from hydra import compose
+from ranks import run_ranks, starts_ranks
 from tensordict import TensorDict
 from test_models import TWO
 from test_rejection_part import put_fields
@@ -410,3 +413,117 @@ def test_adapters_and_references_are_a_models_own(store: Any, overrides: list[st
     assert [trainer.use_reference_policy, member.use_reference_policy] == [kl[0], kl[1] or inherits]
     ranks = [one.config.actor_rollout_ref.model.lora_rank for one in (trainer, member)]
     assert ranks == [0, 4 if "+verl_ext.models.small.model.lora_rank=4" in overrides else 0]
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+SHARES = {"uneven": 5, "few": 1, "none": 0}
+"""Of 16 rows those of `small`; on two ranks one has more rows of a model than the other, or none."""
+COLUMNS = (
+    "prompts",
+    "responses",
+    "input_ids",
+    "position_ids",
+    "response_mask",
+    "loss_mask",
+    "old_log_probs",
+    "advantages",
+)
+
+
+class Dealt(Group):
+    """A model's workers on some ranks: the rows of each update as they are dealt to them, with what they are told."""
+
+    def __init__(self, store: Any, ranks: int) -> None:
+        super().__init__(store)
+        self._dispatch_info = {"actor": list(range(ranks))}
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        put_around(self.store, batch, {"log_probs": {}, "entropy": {}})  # zeros
+        return batch
+
+    def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
+        found = self.store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=list(COLUMNS))
+        real = [not tag.get("is_padding") for tag in batch.tags]
+        self.updates.append(({name: list(found[name].unbind()) for name in COLUMNS}, dict(batch.extra_info), real))
+        return {"metrics": {"mfu": 0.0, "grad_norm": 1.0}}
+
+
+def put_tokens(store: Any, of_small: int) -> KVBatchMeta:
+    """16 rows with tokens, of two prompts with four samples each."""
+    rows = gradients.SPLIT
+    column = lambda name: jagged([torch.tensor(row[name]) for row in rows])  # noqa: E731
+    ids = [torch.tensor(row["prompt"] + row["response"]) for row in rows]
+    ones = [torch.ones(len(row["response"]), dtype=torch.int64) for row in rows]
+    fields = {
+        "prompts": column("prompt"),
+        "responses": column("response"),
+        "input_ids": jagged(ids),
+        "position_ids": jagged([torch.arange(len(one)) for one in ids]),
+        "response_mask": jagged(ones),
+        "loss_mask": jagged(ones).clone(),
+        "rollout_log_probs": jagged([torch.full((len(one),), -3.6) for one in ones]),
+        "rm_scores": jagged([float(number % 3 == 0) * one / len(one) for number, one in enumerate(ones)]),
+    }
+    every = range(len(rows))
+    small = {(7 * number) % len(rows) for number in range(of_small)}
+    said = [{"model": "small" if number in small else "policy", "agent_id": f"a{number % 2}"} for number in every]
+    return put_fields(store, [row["key"] for row in rows], [{"seq_len": len(one)} for one in ids], fields, said)
+
+
+def dealt(store: Any, mode: str, updates: int | None, of_small: int | None) -> dict[int, dict[str, Any]]:
+    """What the workers of each model get of a batch, on one rank and on two; with all rows on one model if `of_small`
+    is None."""
+    given = [f"verl_ext.updates_per_batch={updates or 'null'}", "actor_rollout_ref.actor.ppo_mini_batch_size=1"]
+    sums = [f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
+    trainer, found = trainer_of(store, "dr_mas", *given, *sums, *(() if of_small is None else TWO)), {}
+    for ranks in (1, 2):
+        for one in trainer._trainers().values():
+            one.actor_rollout_wg = Dealt(store, ranks)
+        step(trainer, store, put_tokens(store, of_small or 0))
+        found[ranks] = {name: one.actor_rollout_wg.updates for name, one in trainer._trainers().items()}
+    return found
+
+
+@starts_ranks
+def test_on_two_ranks_each_model_has_its_part_of_the_gradient_whatever_rows_it_has(store: Any, tmp_path: Path) -> None:
+    """Cut by the trainers of both models, trained by verl's worker: with one rank, with two, and on one model."""
+    cases = [
+        *((mode, updates, share) for mode, updates in (("token-sum", None), ("token-sum", 2)) for share in SHARES),
+        ("token-mean", 1, "uneven"),
+        *(("token-sum", updates, None) for updates in (None, 2)),
+    ]
+    cuts: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    for mode, updates, share in cases:
+        count = None if share is None else SHARES[share]
+        for ranks, models in dealt(store, mode, updates, count).items():
+            for model, found in models.items():
+                own = (count or 0) if model == "small" else 16 - (count or 0)
+                if not own:
+                    assert found == []
+                    continue
+                ((columns_of, told, real),) = found
+                assert sum(real) == own and len(real) % told["mini_batch_size"] == 0
+                if ranks == 2:
+                    of_ranks = [sum(real[: len(real) // 2]), sum(real[len(real) // 2 :])]
+                    assert of_ranks[0] != of_ranks[1] or own % 2 == 0
+                    assert (min(of_ranks) == 0) == (own == 1)
+                cuts[ranks][f"{mode}/{updates}/{share}/{model}"] = (columns_of, told, mode)
+    script, gradient = Path(models_process.__file__), {}
+    for ranks, found in cuts.items():
+        torch.save(found, tmp_path / "cuts.pt")
+        run_ranks(script, tmp_path / "cuts.pt", tmp_path / "out.pt", world=ranks)
+        by_update = torch.load(tmp_path / "out.pt", weights_only=False)
+        for name, (_, told, _) in found.items():
+            rows = len(found[name][0]["prompts"])
+            assert len(by_update[name]) == rows // told["mini_batch_size"]
+            gradient[ranks, name] = torch.stack(by_update[name]).sum(0)
+
+    def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+        return float((one - two).norm()) <= 1e-5 * float(two.norm()) and float(two.norm()) > 1e-3
+
+    for name in cuts[2]:
+        assert same(gradient[2, name], gradient[1, name]), name
+    for mode, updates, share in cases[:6]:
+        parts = [gradient.get((2, f"{mode}/{updates}/{share}/{model}"), 0) for model in ("policy", "small")]
+        assert same(sum(parts), gradient[1, f"{mode}/{updates}/None/policy"]), (updates, share)

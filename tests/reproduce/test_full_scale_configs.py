@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,18 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
 CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("dr_mas/math", "dr_mas"): {"algorithm.mix": {"dr_mas": 1.0}, "algorithm.dr_mas.level": "agent"},
     ("dr_mas/math", "grpo"): {"algorithm.dr_mas.level": "global"},
+    ("dr_mas/math", "dr_mas_two_sizes"): {
+        "algorithm.dr_mas.level": "agent",
+        "verl_ext.models.verifier.model": {"path": "Qwen/Qwen3-1.7B"},
+        "verl_ext.orchestra.agents": {"verifier": {"model": "verifier"}},
+    },
     ("dr_mas/search", "grpo"): {"algorithm.dr_mas.level": "global"},
+    ("dr_mas/search", "grpo_two_sizes"): {
+        "algorithm.dr_mas.level": "global",
+        "verl_ext.models.searcher.model": {"path": "Qwen/Qwen2.5-3B"},
+        "verl_ext.models.answerer.model": {"path": "Qwen/Qwen2.5-3B"},
+        "verl_ext.orchestra.agents": {name: {"model": name} for name in ("searcher", "answerer")},
+    },
     ("trloo/kernelbench", "trloo"): {"algorithm.trloo.baseline": "leave_one_out", "algorithm.trloo.batch_std": False},
     ("trloo/kernelbench", "grpo_turn"): {"algorithm.trloo.baseline": "mean"},
     ("trloo/kernelbench_14b", "trloo"): {"verl_ext.kernels.stts.iterations": 0},
@@ -385,6 +397,8 @@ def test_metrics_can_be_logged(table: Table) -> None:
         samples = plan.merged(table.full.overrides, cell.overrides).get(f"{VALIDATION}.n", 1)
         for metric in table.full.metrics.values():
             for key in metric.options.get("keys", ()):
+                if key.startswith("actor/") and any("verl_ext.models." in one for one in cell.overrides):
+                    assert fnmatchcase("actor/policy/grad_norm", key), "with several models each reports its own"
                 if key.startswith(("val-core/", "val-aux/")):
                     section, _, rest = key.partition("/")
                     assert any(rest.startswith((f"{source}/", "*/")) for source in sources), key

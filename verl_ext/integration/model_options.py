@@ -303,12 +303,12 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
         where = f"{KEY}.{model.name}"
         if separate(config):
             _check_separate(model, model.config(config), where)
-        paths = [key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes]
-        if paths and decoded:
+        if decoded and _tokenizer(model.config(config)) != _tokenizer(config):
+            key = next(key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes)
             raise OptionError(
-                f"{where}.model.{paths[0]} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
+                f"{where}.model.{key} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
                 f"tokenizer there. Use verl_ext.rollouts_dir, which has each row's own, and leave out "
-                f"trainer.{decoded[0]}."
+                f"trainer.{decoded[0]}; or set actor_rollout_ref.model.tokenizer_path, if all models have that one."
             )
         if not model.trained and model.config(config).actor_rollout_ref.model.lora_adapter_path:
             raise OptionError(
@@ -339,6 +339,12 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
             "padding, and its number of updates follows its rows. Set verl_ext.updates_per_batch."
         )
     return warnings
+
+
+def _tokenizer(config: Any) -> str:
+    """Where verl loads the tokenizer of a model from."""
+    model = config.actor_rollout_ref.model
+    return str(model.get("tokenizer_path") or model.path)
 
 
 def _check_separate(model: Model, own: Any, where: str) -> None:

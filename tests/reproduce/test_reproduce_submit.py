@@ -43,7 +43,7 @@ def address() -> Iterator[str]:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{dashboard}"
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while not answers(url):
             assert child.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.3)
@@ -106,7 +106,7 @@ def test_a_running_job_is_not_submitted_twice(address: str, tmp_path: Path, caps
     assert set(submit.submit(server, [task], wait=False)) == {"long"}
     with pytest.raises(SubmitError, match="(?s)is running long with another command: .*ray job stop long"):
         submit.submit(server, [Task("long", python("pass"), {})])
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while submit.state_of(server.get_job_info("long")) != "RUNNING":
         assert time.monotonic() < until
         time.sleep(0.2)

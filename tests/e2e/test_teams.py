@@ -140,7 +140,7 @@ def test_a_game_of_two_players_trains_each_by_what_he_earned(standing_lab: Lab, 
             f"data.val_files={poker}",
             f"actor_rollout_ref.model.path={player(standing_lab, tmp_path / 'player')}",
             "data.max_prompt_length=1600",
-            "actor_rollout_ref.rollout.n=6",  # some games of some prompt end differently, but for one step in 100,000
+            "actor_rollout_ref.rollout.n=6",  # some prompt has games that end differently, but for one step in 10,000
             "algorithm.dr_mas.invalid_action_penalty_coef=0",
             "+verl_ext.orchestra.name=textarena_game",
             "+verl_ext.orchestra.agents.player_0.max_tokens=2",

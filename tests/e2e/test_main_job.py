@@ -60,12 +60,12 @@ def test_killed_run_resumes_and_nothing_is_lost(lab: Lab) -> None:
     last = max(5, saved + 1)
     run = lab.run("resume", overrides=[*overrides, f"trainer.total_training_steps={last}"]).check()
     metrics = run.metrics
-    assert sorted(metrics) == [*early, *range(saved + 1, last + 1)]
+    assert sorted(metrics) == list(range(last + 1))  # a resume validates first, and logs that at the step it found
     for step in range(1, saved):
         assert metrics[step]["actor/grad_norm"] == early[step]["actor/grad_norm"]
     assert f"setting global step to {saved}" in run.log
     assert all(finite(step) for step in metrics.values())
-    for step in sorted(metrics)[1:]:
+    for step in [*early, *range(saved + 1, last + 1)][1:]:
         assert metrics[step]["training/rollout_probs_diff_max"] < 1e-5
         assert metrics[step]["trloo/group_size/mean"] == 4
     assert metrics[1]["actor/grad_norm"] > 0

@@ -16,11 +16,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 LATE = ("slow", "vllm", "e2e", "quick")
 LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
 AFTER_VLLM = ("test_faults", "test_main_job")  # look into shared memory, where engines of vLLM leave semaphores
+
+
+# A busy machine may take seconds for an example, and the same commit has the same examples.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

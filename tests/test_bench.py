@@ -9,6 +9,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,12 +293,30 @@ def test_the_watch_of_a_run_counts_its_processes(tmp_path: Path) -> None:
     done = threading.Event()
     watching = threading.Thread(target=models.watch, args=(tmp_path, done))
     watching.start()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.6: pass"], check=True)
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"], check=True)
-    done.set()
-    watching.join()
-    looks = [json.loads(line) for line in (tmp_path / models.COSTS).read_text().splitlines()]
+
+    def seen() -> list[dict[str, float]]:
+        costs = tmp_path / models.COSTS
+        lines = costs.read_text().split("\n")[:-1] if costs.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def soon(condition: Callable[[dict[str, float]], bool]) -> None:
+        until = time.monotonic() + 120
+        while not any(map(condition, seen()[-1:])):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as burning:
+            soon(lambda look: look["cpu_s"] > 0.1)
+            burning.kill()
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as sleeping:
+            soon(lambda look: look["steps"] == 1)
+            sleeping.kill()
+    finally:
+        done.set()
+        watching.join()
+    looks = seen()
     assert looks[0]["steps"] == 0 and looks[-1]["steps"] == 1
     assert max(look["memory"] for look in looks) > 2**20
     assert looks[-1]["cpu_s"] >= looks[0]["cpu_s"] and looks[-1]["cpu_s"] > 0.1

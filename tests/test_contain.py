@@ -27,7 +27,7 @@ def test_what_would_end_more_is_an_ordinary_error(end: type[BaseException]) -> N
 
     async def waits() -> str:
         with pytest.raises(Contained, match=f"it raised {end.__name__}"):
-            await asyncio.wait_for(in_a_task_of_its_own(), 5)
+            await asyncio.wait_for(in_a_task_of_its_own(), 120)
         return "goes on"
 
     assert asyncio.run(waits()) == "goes on"
@@ -88,7 +88,7 @@ def test_a_reward_function_ends_its_rollout_alone(name: str, tmp_path: Path) -> 
 
     async def score(text: str) -> Any:
         if inspect.iscoroutinefunction(function):
-            return await asyncio.wait_for(function("toy", text, ""), 5)
+            return await asyncio.wait_for(function("toy", text, ""), 120)
         return await asyncio.get_running_loop().run_in_executor(None, lambda: function("toy", text, ""))
 
     async def both() -> list[Any]:

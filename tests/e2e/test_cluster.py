@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
-from harness import Lab, steps_logged
+from harness import Lab, eventually, steps_logged
 from ray._private.state import state
 from ray_nodes import Nodes
 from standing_ray import StandingRay
@@ -63,13 +64,17 @@ def test_the_updates_of_two_models_in_pools_on_two_nodes_overlap_in_time(
         "+verl_ext.orchestra.agents.critic.model=twin",
         recipe="[dr_mas,length_lr,cpu]",
     )
+
+    def updates() -> list[dict[str, Any]]:
+        return [event for event in ray.timeline() if event["name"].endswith("update_actor")]
+
     with ray.init(address=nodes.cluster.address, log_to_driver=False):
-        events, actors = ray.timeline(), state.actor_table(None)
+        eventually(lambda: len(updates()) >= 6, 30)  # Ray's processes tell of their tasks once a second
+        events, actors = updates(), state.actor_table(None)
     spans = defaultdict(list)
     for event in events:
-        if event["name"].endswith("update_actor"):
-            node = actors[event["args"]["task_id"][16:]]["Address"]["NodeID"]
-            spans[node].append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+        node = actors[event["args"]["task_id"][16:]]["Address"]["NodeID"]
+        spans[node].append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
     begun = min(begin for found in spans.values() for begin, _ in found)
     for node, found in spans.items():
         print(f"node {node[:8]}:", *(f"{one - begun:.3f} to {two - begun:.3f} s" for one, two in sorted(found)))

@@ -71,7 +71,8 @@ def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path:
 def test_a_team_takes_the_task_of_its_kind(standing_ray: StandingRay, tmp_path: Path) -> None:
     """Dr. MAS without a word on the task: the one of two agents."""
     out = tmp_path / "demo"
-    words = ["--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=4"]
+    # With 4 samples the revisers of each prompt earn the same once in some hundred runs, and have no gradient.
+    words = ["--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=8"]
     said = demo(out, *words, ray=standing_ray)
     assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
     summary = json.loads((out / "summary.json").read_text())
@@ -82,7 +83,7 @@ def test_a_team_takes_the_task_of_its_kind(standing_ray: StandingRay, tmp_path: 
     assert agents["reviser"]["score_after"] <= 0.1 < agents["solver"]["score_after"]
     rows = [json.loads(line) for line in (out / "rows" / "1.jsonl").read_text().splitlines()]
     by_agent = {name: [row for row in rows if row["agent_id"] == name] for name in agents}
-    assert len(by_agent["solver"]) == 32 and 0 < len(by_agent["reviser"]) < 32
+    assert len(by_agent["solver"]) == 64 and 0 < len(by_agent["reviser"]) < 64
     assert {round(row["score"], 6) for row in by_agent["reviser"]} <= {0.0, 0.1}
     assert {row["score"] for row in by_agent["solver"]} >= {0.0, 1.0}
     metrics = Run(out, 0, 0.0).metrics

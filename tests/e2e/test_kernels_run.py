@@ -113,12 +113,15 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
     assert eventually(lambda: set(processes(killed.folder)) <= agents), processes(killed.folder)
     saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert killed.code == -signal.SIGKILL and 1 <= saved < 5
+    # verl saves a step before it logs it, and may be killed in between.
+    early = sorted(killed.metrics)
+    assert early == list(range(max(early) + 1)) and saved - max(early) in (0, 1)
     result = lab.run("dr_kernel", "[dr_kernel,cpu]", overrides).check()
     assert f"setting global step to {saved}" in result.log
     keys = [json.loads(line)["key"] for line in next(verdicts.iterdir()).read_text().split("\n") if line]
     assert len(keys) == len(set(keys)) > 8, "each program once, over both runs"
     metrics = result.metrics
-    assert sorted(metrics) == [0, 1, 2, 3, 4, 5]
+    assert sorted(metrics) == [0, 1, 2, 3, 4, 5]  # a resume validates first, and logs that at the step it found
     judged = [row for step in (1, 2) for row in result.rows(step)]
     assert len(judged) == 2 * 4 * 4 * 3  # steps, prompts, rollouts, turns
     assert {row["turn_index"] for row in judged} == {0, 1, 2}
@@ -147,7 +150,7 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
         if row["kept"]:
             expected = (row["value"] - np.mean(group)) * len(group) / (len(group) - 1)
             assert row["advantage"] == pytest.approx(expected, abs=1e-4)
-    for step in (1, 2):
+    for step in {1, 2} & {*early, *range(saved + 1, 6)}:
         assert 0 <= metrics[step]["rejection/prs/kept_share"] <= 1
         assert metrics[step]["rollout/failed_trajectories"] == 0
         assert np.isfinite(metrics[step]["actor/grad_norm"])

@@ -140,8 +140,7 @@ def test_a_game_of_two_players_trains_each_by_what_he_earned(standing_lab: Lab, 
             f"data.val_files={poker}",
             f"actor_rollout_ref.model.path={player(standing_lab, tmp_path / 'player')}",
             "data.max_prompt_length=1600",
-            "data.train_batch_size=2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=6",  # some prompt has games that end differently, but for one step in 10,000
             "algorithm.dr_mas.invalid_action_penalty_coef=0",
             "+verl_ext.orchestra.name=textarena_game",
             "+verl_ext.orchestra.agents.player_0.max_tokens=2",
@@ -150,7 +149,7 @@ def test_a_game_of_two_players_trains_each_by_what_he_earned(standing_lab: Lab, 
     ).check()
     for step in (1, 2):
         values = run.metrics[step]
-        assert finite(values) and values["rollout/failed_trajectories"] == 0 and values["rollout/trajectories"] == 8
+        assert finite(values) and values["rollout/failed_trajectories"] == 0 and values["rollout/trajectories"] == 24
         assert values["actor/grad_norm"] > 0
         earned: dict[Any, float] = defaultdict(float)
         advantages: dict[Any, list[float]] = defaultdict(list)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 OF_A_RUN = {
     "VERL_PLATFORM": "cpu",
@@ -32,9 +32,7 @@ def run_ranks(script: Path, *arguments: object, world: int, environment: Mapping
 
     How long they may take is said by the time limit of the test.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     group = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(

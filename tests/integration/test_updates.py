@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import verl
 import verl.trainer.ppo.v1 as v1
 from omegaconf import OmegaConf
+from ports import free_port
 from transfer_queue import KVBatchMeta
 
 from verl_ext.integration.columns import VALID, ActiveBatch, BatchError, is_trained
@@ -365,9 +365,7 @@ def test_what_workers_are_told_is_put_back_after_a_failure() -> None:
 
 def train(out: Path, world: int) -> dict[tuple[str, str, int | None], dict[str, Any]]:
     """The results of `gradients.cases` by (name, mode, updates), from `world` processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = []
     try:
         for rank in range(world):

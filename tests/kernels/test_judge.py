@@ -217,7 +217,7 @@ def test_a_language_is_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     name, task = "my_languages.lines", Task.of("mul add")
     assert "a line: times or plus" in prompt(task, name)
-    with Judge(dataclasses.replace(QUICK, language=name)) as own:
+    with Judge(dataclasses.replace(QUICK, language=name, looks=100)) as own:
         right = own.evaluate(task, "```\ntimes\nplus\n```")
         assert right.status == "right" and right.speedup > 0 and right.coverage > 0.5 and not right.decoy, right
         assert {"times", "plus"} <= set(right.profile)

@@ -76,7 +76,7 @@ def test_a_later_prompt_holds_the_task_and_the_kept_turns(
     answers = [FUSED, WRONG, half, NONE, FUSED]
     stts = {"turns": 2, "iterations": 4, "window": 2, "select": select}
     only_right = {"speedup_weight": 0.0, "coverage_weight": 0.0}
-    rows, prompts = play(tokenizer, answers, validate=True, stts=stts, reward=only_right)
+    rows, prompts = play(tokenizer, answers, validate=True, stts=stts, reward=only_right, looks=100)
     assert len(rows) == 5 and rows[0].reward_score == max(row.extra_fields["turn_reward"] for row in rows)
     said = [row.extra_fields["kernel_status"] for row in rows]
     assert said == ["right", "wrong", "right", "no_code", "right"], prompts

@@ -40,9 +40,14 @@ def test_a_table_as_jobs_of_submitit(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_job_of_submitit_is_not_submitted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     executor = slurm.executor_of(tmp_path, "cluster=local", 1)
-    tasks = [
-        Task("long", shlex.join([sys.executable, "-c", "import time; time.sleep(1.5)"]), {}, progress=lambda: "step 1")
-    ]
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.1)"
+
+    def progress() -> str:
+        go.touch()  # it has been seen while it runs
+        return "step 1"
+
+    tasks = [Task("long", shlex.join([sys.executable, "-c", waits]), {}, progress=progress)]
     first = slurm.submitted(executor, tmp_path, tasks)["long"]
     second = slurm.submitted(executor, tmp_path, tasks)
     assert second["long"].job_id == first.job_id and f"long: is job {first.job_id} already" in capsys.readouterr().out

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from otb_runs import CELL, LAPTOP, begin, finish, log
+from ports import free_port
 
 from verl_ext.cli import main
 from verl_ext.reproduce import submit
@@ -25,23 +25,13 @@ from verl_ext.reproduce.submit import SubmitError, Task
 pytestmark = pytest.mark.slow
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Address of the dashboard of a cluster that lives as long as the tests of this file.
 
     It has a folder and ports of its own: no other Ray of this machine sees it.
     """
-    port, dashboard, agent, client = free_ports(4)
+    port, dashboard, agent, client = (free_port() for _ in range(4))
     folder = Path(tempfile.mkdtemp(prefix="ray_"))  # sockets lie in it, whose paths must be short
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}"]
     command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
@@ -53,7 +43,7 @@ def address() -> Iterator[str]:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{dashboard}"
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while not answers(url):
             assert child.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.3)
@@ -116,7 +106,7 @@ def test_a_running_job_is_not_submitted_twice(address: str, tmp_path: Path, caps
     assert set(submit.submit(server, [task], wait=False)) == {"long"}
     with pytest.raises(SubmitError, match="(?s)is running long with another command: .*ray job stop long"):
         submit.submit(server, [Task("long", python("pass"), {})])
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while submit.state_of(server.get_job_info("long")) != "RUNNING":
         assert time.monotonic() < until
         time.sleep(0.2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from loops import QUESTION
+from ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,7 @@ def sums(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     if request.param == "command":
         yield {"sums": {"command": [sys.executable, file]}}
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([sys.executable, file, str(port)]) as server:
         try:
             until = time.monotonic() + 300

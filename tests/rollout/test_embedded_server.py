@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,12 +182,24 @@ def test_a_failing_model_fails_the_requests_in_flight(model, model_path):
     asyncio.run(main())
 
 
+def slow_down(server: EmbeddedServer) -> None:
+    """A token takes a hundredth of a second, so that what is done to a request finds it under way."""
+    forward = server.engine._forward
+
+    def slowly(**kwargs):
+        time.sleep(0.01)
+        return forward(**kwargs)
+
+    server.engine._forward = slowly
+
+
 # ---- gates --------------------------------------------------------------------------------------------------------
 
 
 def test_abort_parks_or_rejects_and_resume_admits(model, model_path):
     async def main():
         server = make_server(model_path, response_length=400)
+        slow_down(server)
         await push(server, model.state_dict().items(), global_steps=1)
         tasks = [asyncio.create_task(server.generate([1, 2, i], dict(PARAMS), request_id=f"r{i}")) for i in range(4)]
         while not any(request.token_ids for request in list(server.engine._running)):
@@ -226,6 +239,7 @@ def test_abort_parks_or_rejects_and_resume_admits(model, model_path):
 def test_a_cancelled_caller_leaves_the_batch(model, model_path):
     async def main():
         server = make_server(model_path, response_length=400)
+        slow_down(server)
         await push(server, model.state_dict().items())
         task = asyncio.create_task(server.generate([1], dict(PARAMS), request_id="gone"))
         while not server.engine.num_running:
@@ -307,11 +321,13 @@ def test_update_changes_outputs_and_versions_and_goes_on_in_flight(model, model_
 
     async def main():
         server = make_server(model_path, response_length=300)
+        slow_down(server)
         assert await push(server, model.state_dict().items(), bucket_bytes=4096, global_steps=1) > 5
         task = asyncio.create_task(server.generate([1, 2, 3], dict(PARAMS), request_id="a"))
         while not server.engine.num_running:
             await asyncio.sleep(0.001)
         await push(server, other.state_dict().items(), bucket_bytes=4096, global_steps=2)
+        del server.engine._forward  # the rest as fast as it can
         crossing = await task
         fresh = await server.generate([1, 2, 3], {**PARAMS, "max_tokens": 20}, request_id="b")
         await server.set_global_steps(7)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from test_step_wise import _no_host_is_left, act, fields, info, play, play_many, tokenizer  # noqa: F401
 from websockets.sync.server import serve
 
@@ -69,8 +70,7 @@ uvicorn.run(create_fastapi_app(Odd, Move, Place), host="127.0.0.1", port=int(os.
 def server(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server of OpenEnv on a free port: its address and its process."""
     assert Path(CLIENTS).exists(), f"no Python at {CLIENTS}: run `make venv-clients`"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([CLIENTS, *arguments], env={**os.environ, "PORT": str(port)})
     try:
         until = time.monotonic() + 300

@@ -313,7 +313,7 @@ def test_an_environment_that_breaks_ends_its_own_trajectory(tokenizer: Any, how:
     broken = {
         "name": "environment_zoo:Broken",
         "kwargs": {"how": how, "every": 2},
-        "step_timeout_s": 3.0 if how == "hang" else 60.0,
+        "step_timeout_s": 6.0 if how == "hang" else 60.0,
         "failed_trajectories": kept,
     }
     rows = [{"index": seed} for seed in (2, 3, 4, 5)]

@@ -25,11 +25,17 @@ from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
 
 @pytest.mark.seconds
 def test_slow_work_takes_no_time_from_what_waits_for_a_thread() -> None:
-    """Thirty calls of 0.1 s on two threads: the last wait longer than their limit, which counts from their start."""
+    """Both threads are held: thirty calls wait longer than their limit, which counts from their start."""
     pool, gate = Threads("judging", 2), threading.Event()
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*[pool.run(gate.wait, 0.1, timeout_s=1.2) for _ in range(30)])
+        held = [asyncio.create_task(pool.run(gate.wait, timeout_s=600.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        calls = [asyncio.create_task(pool.run(lambda: False, timeout_s=3.0)) for _ in range(30)]
+        assert not (await asyncio.wait(calls, timeout=3.5))[0]
+        gate.set()
+        assert await asyncio.gather(*held) == [True] * 2
+        return await asyncio.gather(*calls)
 
     assert asyncio.run(run()) == [False] * 30 and pool.lost == 0
 

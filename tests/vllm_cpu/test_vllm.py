@@ -21,6 +21,7 @@ pytestmark = pytest.mark.vllm
 HERE = Path(__file__).resolve().parent
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 RHO = 0.05
+EDGE = 1e-5  # a token so near to the edge of the set is in it or not by the rounding of float32
 BLOCK = 32
 # Each trajectory begins with words of its own; its later calls go on where an earlier one ended.
 TALK = """
@@ -72,31 +73,55 @@ def records(lab: Lab, name: str, weights: int) -> list[dict[str, Any]]:
 def load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
 @torch.no_grad()
-def true_log_probs(folder: Path, record: dict[str, Any], rho: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [T] of a record's answer and its log-probability ratios to the most probable token [T].
+def true_log_probs(
+    folder: Path, record: dict[str, Any], rho: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities [T] of a record's answer, its log-probability ratios to the most probable token [T], and where
+    no token is at the edge of the set [T].
 
-    By transformers, normalised in float64, of the policy pruned at `rho`.
+    By transformers in float64, of the policy pruned at `rho`.
     """
     ids = torch.tensor([record["prompt"] + record["answer"]])
     first = len(record["prompt"]) - 1
-    logits = load(folder)(ids).logits[0, first:-1].double()
+    logits = load(folder)(ids).logits[0, first:-1]
     below_max = logits - logits.amax(-1, keepdim=True)
     answer = torch.tensor(record["answer"])[:, None]
     ratio = below_max.gather(-1, answer)[:, 0]
+    clear = torch.ones(len(answer), dtype=torch.bool)
     if rho:
+        clear = (below_max - math.log(rho)).abs().amin(-1) > EDGE
         below_max = below_max.masked_fill(below_max < math.log(rho), -math.inf)
-    return torch.log_softmax(below_max, -1).gather(-1, answer)[:, 0], ratio
+    return torch.log_softmax(below_max, -1).gather(-1, answer)[:, 0], ratio, clear
 
 
 def worst_difference(folder: Path, found: list[dict[str, Any]], rho: float = 0.0) -> float:
-    return max(
-        float((true_log_probs(folder, record, rho)[0] - torch.tensor(record["log_probs"])).abs().max())
-        for record in found
-    )
+    differences = []
+    for record in found:
+        expected, _, clear = true_log_probs(folder, record, rho)
+        differences.append((expected - torch.tensor(record["log_probs"]))[clear].abs())
+    assert sum(map(len, differences)) > 0.9 * sum(len(record["answer"]) for record in found)
+    return float(torch.cat(differences).max())
+
+
+def trained_as_sampled(folder: Path, record: dict[str, Any], rho: float) -> bool:
+    """Trainer and sampler agree on the tokens of a recorded batch, but where the rounding of float32 decides.
+
+    Returns: whether there are none of these.
+    """
+    everywhere = True
+    for row, (prompt, answer) in enumerate(zip(record["prompts"], record["responses"], strict=True)):
+        asked = {"prompt": prompt.tolist(), "answer": answer.tolist()}
+        clear = true_log_probs(folder, asked, rho)[2]
+        sampled, trained = (
+            record["tokens"][name][row, : len(answer)][clear] for name in ("rollout_log_probs", "old_log_probs")
+        )
+        torch.testing.assert_close(trained, sampled, rtol=0, atol=1e-5)
+        everywhere = everywhere and bool(clear.all())
+    return everywhere
 
 
 def finite(step: dict[str, Any]) -> bool:
@@ -118,6 +143,7 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
             f"dvp.rho={RHO}",
             "trainer.total_training_steps=3",
             "trainer.save_freq=1",
+            f"verl_ext.record_dir={vllm_lab.root / 'multi_turn' / 'records'}",
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
             "trainer.val_before_train=true",
             "trainer.test_freq=3",
@@ -127,8 +153,8 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
             "actor_rollout_ref.rollout.calculate_log_probs=true",
             # Large steps, so that weights that were not sent would show, and not so large that after two of them one
-            # token is left in each set and nothing to learn.
-            "actor_rollout_ref.actor.optim.lr=1e-3",
+            # token is left in each set and nothing to learn, as it happened with 1e-3.
+            "actor_rollout_ref.actor.optim.lr=3e-4",
         ],
     ).check()
     metrics = run.metrics
@@ -139,20 +165,23 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
         )
         assert missed == 0 and 2 * (first // BLOCK - 1) * BLOCK <= cached < asked
         print(f"vLLM's prefix cache had {cached:.0f} of {asked:.0f} tokens of the later calls: {cached / asked:.3f}")
+    folders = {0: vllm_lab.model}
+    for step in (1, 2):
+        folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
     for number in (1, 2, 3):
         step = metrics[number]
         assert finite(step)
         assert step["rollout/rows"] == 32 and step["rollout/trajectories"] == 16
         assert step["actor/grad_norm"] > 0
-        agree(step)
-        assert step["mismatch/max"] <= 1e-5 < 0.01 < step["mismatch_unpruned/max"]
+        assert step["mismatch_unpruned/max"] > 0.01
+        record = torch.load(vllm_lab.root / "multi_turn" / "records" / f"{number}.pt")
+        if trained_as_sampled(folders[number - 1], record, RHO):
+            agree(step)
+            assert step["mismatch/max"] <= 1e-5
         assert step["dvp/out_of_set_fraction"] <= 0.01
     assert {row["turn_index"] for row in run.rows(3)} == {0, 1}
 
     # What the engine sampled with the weights of a step, against those weights as they were saved.
-    folders = {0: vllm_lab.model}
-    for step in (1, 2):
-        folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
     for step, folder in folders.items():
         found = records(vllm_lab, "multi_turn", step)
         assert {record["turn"] for record in found} == {0, 1}

@@ -24,8 +24,8 @@ LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
 AFTER_VLLM = ("test_faults", "test_main_job")  # look into shared memory, where engines of vLLM leave semaphores
 
 
-# A busy machine may take seconds for an example, and the same commit has the same examples.
-settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine may take seconds for an example.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 

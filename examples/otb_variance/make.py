@@ -178,9 +178,9 @@ def record(folder: Path, prompts: int, samples: int) -> list[Path]:
         return paths
     assets = prepare_smollm2(folder / "smollm2")
     answers_of.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(assets.model)
-    model = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32).eval().requires_grad_(False)
-    rows = pd.read_parquet(assets.train)
+    tokenizer = AutoTokenizer.from_pretrained(assets.model_path)
+    model = AutoModelForCausalLM.from_pretrained(assets.model_path, dtype=torch.float32).eval().requires_grad_(False)
+    rows = pd.read_parquet(assets.train_file)
     rows = rows[~rows.prompt.map(lambda messages: messages[0]["content"]).duplicated()]
     if len(rows) < prompts:
         raise SystemExit(f"the task has {len(rows)} different questions, fewer than --prompts {prompts}")

@@ -156,38 +156,44 @@ def condition(pay: str, policy: str, size: int, groups: int) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], target: Path) -> None:
-    """How far each gradient is turned, its variance, and its squared error, with intervals, over n."""
+    """Under the half-trained policy, over n: bias of direction, variance against GRPO's, error against GiGPO's."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 9.5})
-    figure, axes = plt.subplots(2, 3, figsize=(12.6, 6.6), constrained_layout=True)
-    looks = {
-        "rloo": ("o:", "k", "RLOO, whole episode"),
-        "grpo": ("s--", "C2", "GRPO, no std"),
-        "gigpo": ("^-", "C0", "GiGPO"),
-        "hgpo K=0": ("D-", "C4", "HGPO, K = 0"),
-        "hgpo": ("v-", "C1", "HGPO, K = 2"),
-    }
-    figures = {
-        "turned": "squared bias of direction",
-        "variance at equal length": "variance at equal length",
-        f"error of {PROMPTS}": f"squared error of {PROMPTS} prompts, at equal length",
-    }
-    for row, pay in zip(axes, ("unequal", "equal"), strict=True):
-        for axis, (kind, title) in zip(row, figures.items(), strict=True):
-            for place, (name, (style, color, label)) in enumerate(looks.items()):
-                y, low, high = np.array([found[f"{pay}, half-trained, {size}"][name][kind] for size in SIZES]).T
-                x = np.array(SIZES) * 1.03 ** (place - 2)
-                axis.errorbar(x, y, [y - low, high - y], fmt=style, color=color, capsize=2, markersize=4, label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(SIZES, [str(size) for size in SIZES])
-            axis.set(title=f"{title}\nred and blue pay {pay}ly", xlabel="group size n")
-            if kind != "turned":
-                axis.set_yscale("log")
-        row[0].legend(fontsize=8)
+    figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.9), constrained_layout=True)
+
+    def draw(axis: Any, pay: str, name: str, kind: str, place: int, style: str, color: str, label: str) -> None:
+        y, low, high = np.array([found[f"{pay}, half-trained, {size}"][name][kind] for size in SIZES]).T
+        x = np.array(SIZES) * 1.03**place
+        look = {"fillstyle": "none"} if pay == "equal" else {}
+        axis.errorbar(x, y, [y - low, high - y], fmt=style, color=color, capsize=2, markersize=5, label=label, **look)
+
+    colors = {"grpo": "C2", "gigpo": "C0", "hgpo": "C1"}
+    called = {"grpo": "GRPO", "gigpo": "GiGPO", "hgpo": "HGPO"}
+    for place, (name, color) in enumerate(colors.items()):
+        for way, style, words in (("", "o-", ""), (", std", "s--", ", with std")):
+            label = called[name] + words
+            draw(axes[0], "unequal", name + way, "turned", 2 * place - 2 + bool(way), style, color, label)
+    axes[0].set(title="squared bias of direction, unequal pay")
+    for place, (pay, style) in enumerate((("unequal", "o-"), ("equal", "o:"))):
+        for name in ("gigpo", "hgpo"):
+            label = f"{called[name]}, {pay} pay"
+            kind = "variance at equal length, ratio"
+            draw(axes[1], pay, f"{name} against grpo", kind, place, style, colors[name], label)
+        for way, color, words in (("", "C1", "no std"), (", std", "C3", "both with std")):
+            kind = f"error of {PROMPTS}, ratio"
+            draw(axes[2], pay, f"hgpo{way} against gigpo{way}", kind, place, style, color, f"{words}, {pay} pay")
+    axes[1].set(title="variance at equal length / GRPO's (no std)", ylim=(0.6, 1.05))
+    axes[2].set(title=f"HGPO / GiGPO: squared error of {PROMPTS} prompts", ylim=(0.8, 2.0))
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(SIZES, [str(size) for size in SIZES])
+        axis.set_xlabel("group size n")
+        axis.axhline(float(axis is not axes[0]), color="k", linestyle=":", linewidth=1)
+        axis.legend(fontsize=8)
     figure.savefig(target, dpi=100)
     plt.close(figure)
 

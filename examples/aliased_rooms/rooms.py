@@ -5,7 +5,7 @@ An episode is two houses of three steps each.
 
     red sign | blue sign    by chance; whatever one does leads in
     corridor                looks the same in both: in a red house door 0 is right, in a blue one door 1
-    fork                    after the right door; looks the same: in a red house way 1 is right and pays, in a blue one way 0
+    fork                    after the right door; looks the same: red: way 1 is right and pays, blue: way 0
     yard                    after the wrong door; nothing to be had
 
 The right action hangs on what was seen one step before in the corridor, and two steps before at the fork. A table of

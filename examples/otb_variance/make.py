@@ -69,11 +69,14 @@ def weights(method: str, fields: Fields, groups: torch.Tensor) -> torch.Tensor:
 
 
 def moments(matrix: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
-    """Mean <g, g> of groups [orders, K, M], and the mean of <g, g'> over pairs of different groups of an order."""
-    through = one @ matrix
-    same = float((through * one).sum(-1).mean())
-    across = (through.sum(1) * other.sum(1)).sum(-1) - (through * other).sum((1, 2))
-    return same, float(across.mean()) / (one.shape[1] * (one.shape[1] - 1))
+    """Variance of the gradients of groups [orders, K, M], and their mean inner product with those of other groups."""
+    through = (one.float() @ matrix).double()
+    pairs = one.shape[1] * (one.shape[1] - 1)
+
+    def across(to: torch.Tensor) -> float:
+        return float(((through.sum(1) * to.sum(1)).sum(-1) - (through * to).sum((1, 2))).mean()) / pairs
+
+    return float((through * one).sum(-1).mean()) - across(one), across(other)
 
 
 def drawn(size: int, samples: int, replace: bool, seed: int) -> torch.Tensor:
@@ -107,12 +110,10 @@ def of_prompt(path: Path, seed: int, sizes: list[int]) -> dict[str, Any]:
                 continue
             groups = drawn(size, len(mask), kind == "replaced", seed)
             shape = (*groups.shape[:2], -1)
-            of = {m: weights(m, fields, groups.flatten(0, 1)).view(shape).float() for m in METHODS}
+            of = {m: weights(m, fields, groups.flatten(0, 1)).view(shape) for m in METHODS}
             for part in PARTS:
                 for method in METHODS:
-                    same, across = moments(saved[part], of[method], of[method])
-                    inner = moments(saved[part], of[method], of[REFERENCE])[1]
-                    found[f"{part} {kind} {size} {method}"] = (same - across, inner)
+                    found[f"{part} {kind} {size} {method}"] = moments(saved[part], of[method], of[REFERENCE])
     return found
 
 

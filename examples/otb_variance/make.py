@@ -38,6 +38,7 @@ METHODS = {
     "none": "no baseline",
 }
 REFERENCE = "rloo"
+EQUAL = "at equal length"
 
 Fields = dict[str, torch.Tensor]
 
@@ -89,7 +90,7 @@ def drawn(size: int, samples: int, replace: bool, seed: int) -> torch.Tensor:
 
 
 def of_prompt(path: Path, seed: int, sizes: list[int]) -> dict[str, Any]:
-    """Variance of each method's gradient, and its inner product with RLOO's, by part, kind of groups and size."""
+    """Variance of each method's gradient, and its mean's product with RLOO's, by part, kind of groups and size."""
     saved = {name: torch.from_numpy(value) for name, value in np.load(path).items()}
     mask = saved["mask"]
     fields: Fields = {"mask": mask, "rewards": torch.zeros(mask.shape, dtype=torch.float64)}
@@ -154,9 +155,10 @@ def numbers(paths: list[Path], samples: int) -> dict[str, Any]:
                     sums = np.concatenate([own, base], 1)  # variance, inner, RLOO's variance, RLOO's mean squared
                     entry = {
                         "variance": float(own[:, 0].sum()),
+                        "mean": float(own[:, 1].sum()),
                         "ratio": bootstrapped(sums, lambda s: s[0] / s[2], rng),
                         "length": bootstrapped(sums, lambda s: s[1] / s[3], rng),
-                        "ratio at equal length": bootstrapped(sums, lambda s: s[0] / s[2] * (s[3] / s[1]) ** 2, rng),
+                        f"ratio {EQUAL}": bootstrapped(sums, lambda s: s[0] / s[2] * (s[3] / s[1]) ** 2, rng),
                     }
                     found[f"{part} {kind} {size} {method}"] = entry
         if {4, 32} <= set(sizes):
@@ -216,17 +218,20 @@ def plot(found: dict[str, Any], target: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 9.5})
-    figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.7), constrained_layout=True)
+    figure, grid = plt.subplots(2, 2, figsize=(10.5, 7.2), constrained_layout=True)
+    axes = grid.flatten()
     sizes = [size for size in SIZES if f"block replaced {size} {REFERENCE}" in found]
     unit = found[f"block replaced {sizes[-1]} {REFERENCE}"]["variance"]
     looks = {"rloo": ("o-", "k"), "mean": ("s--", "C2"), "otb": ("^-", "C1"), "otb_loo": ("v-", "C0")}
     for place, (method, (style, color)) in enumerate(looks.items()):
         label, spread = METHODS[method], 1.04 ** (place - 1.5)
-        of = {kind: [found.get(f"block {kind} {size} {method}") for size in sizes] for kind in ("apart", "replaced")}
-        axes[0].loglog(sizes, [one["variance"] / unit for one in of["replaced"]], style, color=color, label=label)
-        for axis, name in ((axes[1], "ratio"), (axes[2], "ratio at equal length")):
+        absolute = [found[f"block replaced {size} {method}"]["variance"] / unit for size in sizes]
+        axes[0].loglog(sizes, absolute, style, color=color, label=label)
+        panels = (("block", "ratio"), ("block", f"ratio {EQUAL}"), ("head", f"ratio {EQUAL}"))
+        for axis, (part, name) in zip(axes[1:], panels, strict=True):
             for kind, look in (("apart", {}), ("replaced", {"fillstyle": "none", "alpha": 0.6})):
-                there = [(size * spread, *one[name]) for size, one in zip(sizes, of[kind], strict=True) if one]
+                of = [found.get(f"{part} {kind} {size} {method}") for size in sizes]
+                there = [(size * spread, *one[name]) for size, one in zip(sizes, of, strict=True) if one]
                 if method == REFERENCE or not there:
                     continue
                 x, y, low, high = np.array(there).T
@@ -239,9 +244,10 @@ def plot(found: dict[str, Any], target: Path) -> None:
         axis.set_xlabel("group size N")
     for axis in axes[1:]:
         axis.axhline(1.0, color="k", linestyle=":")
-    axes[0].set(title=f"variance of the gradient (RLOO of {sizes[-1]} = 1)")
-    axes[1].set(title="variance / RLOO's (open: drawn with replacement)")
-    axes[2].set(title="the same at equal length")
+    axes[0].set(title=f"variance, last block, with replacement (RLOO of {sizes[-1]} = 1)")
+    axes[1].set(title="variance / RLOO's, last block (open: drawn with replacement)")
+    axes[2].set(title="the same at equal length, last block", ylim=(0.7, 1.15))
+    axes[3].set(title="the same at equal length, output head", ylim=(0.7, 1.15))
     axes[0].legend(fontsize=8)
     axes[1].legend(fontsize=8)
     figure.savefig(target, dpi=100)

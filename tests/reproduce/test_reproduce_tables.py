@@ -207,7 +207,7 @@ def _drop(*path: str) -> Callable[[Any], None]:
         (_drop("full", "metrics", "score", "keys"), r"metrics.score.keys: is missing"),
         (_drop("laptop", "metrics", "tokens", "threshold"), r"laptop.metrics.tokens.threshold: is missing"),
         (_set("full", "metrics", "score", "window", to="5"), r"metrics.score.window: .* integer \(it is '5'\)"),
-        (_set("laptop", "task", to="chain"), r"laptop.task: 'chain' is not known.*chain_sum"),
+        (_set("laptop", "task", to="chian"), r"laptop.task: 'chian' is not known.*chain_sum"),
         (_set("laptop", "steps", to=0), r"laptop.steps: .*greater than or equal to 1 \(it is 0\)"),
         (_drop("laptop", "claim"), r"laptop.claim: is missing"),
         (_set("laptop", to=3), r"laptop: a mapping or the name of a table is expected, not 3"),

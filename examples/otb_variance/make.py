@@ -254,14 +254,6 @@ def plot(found: dict[str, Any], target: Path) -> None:
     plt.close(figure)
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def main() -> int:
     """Record, compute, write numbers.json and the plot, and print where they are."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -275,7 +267,8 @@ def main() -> int:
     torch.set_num_threads(1)
     found = numbers(record(args.run, args.prompts, args.samples), args.samples)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "numbers.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+    rounded = json.loads(json.dumps(found), parse_float=lambda digits: float(f"{float(digits):.5g}"))
+    (args.out / "numbers.json").write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
     print(args.out / "numbers.json")
     if not args.numbers_only:
         plot(found, args.out / "variance.png")

@@ -24,11 +24,11 @@ from verl_ext.demo.model import (
     PAD,
     START,
     Codec,
+    imitate,
     make_model,
     sample,
     save_model,
     seeded,
-    sequence_loss,
 )
 from verl_ext.demo.recipes import ChainRecipe
 from verl_ext.rewards.arguments import refuse_unknown
@@ -152,20 +152,7 @@ def build_chain(folder: Path, recipe: ChainRecipe, seed: int, tell: Progress) ->
         codec = Codec(train_tokenizer(recipe))
         model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
         tell(f"chain: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, recipe.learning_rate, total_steps=recipe.warm_up_steps, pct_start=0.1
-        )
-        for number in range(1, recipe.warm_up_steps + 1):
-            batch = [lesson(codec, recipe, rng) for _ in range(recipe.batch_size)]
-            loss = sequence_loss(model, batch, codec.pad_id)
-            model.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if number % recipe.tell_every == 0:
-                tell(f"  warm-up: step {number}, loss {float(loss.detach()):.3f}")
+        imitate(model, codec, lambda: lesson(codec, recipe, rng), recipe, tell)
         right, words = measure(codec, model, recipe, seed)
     tell(f"  warm-up: {right:.2f} of the words right, {words:.1f} words an answer")
     save_model(model, codec, folder / "model")

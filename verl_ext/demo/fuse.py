@@ -12,12 +12,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.model import CHAT_TEMPLATE, END, PAD, START, Codec, make_model, save_model, seeded, sequence_loss
+from verl_ext.demo.model import CHAT_TEMPLATE, END, PAD, START, Codec, imitate, make_model, save_model, seeded
 from verl_ext.demo.recipes import FuseRecipe
 from verl_ext.kernels import command
 from verl_ext.kernels.judge import STATUSES
@@ -113,20 +112,7 @@ def build_fuse(folder: Path, recipe: FuseRecipe, seed: int, tell: Progress) -> d
         codec = Codec(train_tokenizer())
         model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
         tell(f"fuse: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, recipe.learning_rate, total_steps=recipe.warm_up_steps, pct_start=0.1
-        )
-        for step in range(1, recipe.warm_up_steps + 1):
-            batch = [conversation(codec, recipe, rng) for _ in range(recipe.batch_size)]
-            loss = sequence_loss(model, batch, codec.pad_id)
-            model.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % recipe.tell_every == 0:
-                tell(f"  warm-up: step {step}, loss {float(loss.detach()):.3f}")
+        loss = imitate(model, codec, lambda: conversation(codec, recipe, rng), recipe, tell)
         longest = max(len(conversation(codec, recipe, rng)[0]) for _ in range(256))
     save_model(model, codec, folder / "model")
     return {
@@ -134,5 +120,5 @@ def build_fuse(folder: Path, recipe: FuseRecipe, seed: int, tell: Progress) -> d
         "agent_loop": AGENT_NAME,
         "prompt_length": longest + recipe.max_turns * RESPONSE_LENGTH,
         "response_length": RESPONSE_LENGTH,
-        "measured": {"loss": round(float(loss.detach()), 4), "steps": recipe.warm_up_steps},
+        "measured": {"loss": round(loss, 4), "steps": recipe.warm_up_steps},
     }

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_ext.demo import prepare_chain
-from verl_ext.demo.chain import chain, compute_score, count_right, lesson, measure, train_tokenizer
+from verl_ext.demo.chain import chain, compute_score, count_right, lesson, make_tokenizer, measure
 from verl_ext.demo.model import Codec
 from verl_ext.demo.recipes import ChainRecipe, samples_recipe, tail_recipe
 
@@ -40,7 +40,7 @@ def test_the_score_is_the_share_of_the_words_that_are_wanted_and_at_most_one() -
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_imitated_is_as_right_as_the_recipe_says_and_survives_the_tokenizer(name: str) -> None:
     recipe, rng = RECIPES[name], random.Random(0)
-    codec = Codec(train_tokenizer(recipe))
+    codec = Codec(make_tokenizer(recipe))
     if name == "tail":
         assert len(codec.tokenizer) == 4096
     right = words = 0

@@ -14,22 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.model import (
-    CHAT_TEMPLATE,
-    END,
-    PAD,
-    START,
-    Codec,
-    imitate,
-    make_model,
-    sample,
-    save_model,
-    seeded,
-)
+from verl_ext.demo.model import Codec, imitate, make_model, sample, save_model, seeded, word_tokenizer
 from verl_ext.demo.recipes import ChainRecipe
 from verl_ext.rewards.arguments import refuse_unknown
 from verl_ext.rollout.environments.data import write_parquet
@@ -38,21 +27,10 @@ from verl_ext.rollout.environments.data import write_parquet
 AGENT_LOOP = "single_turn_agent"
 
 
-def train_tokenizer(recipe: ChainRecipe) -> PreTrainedTokenizerFast:
+def make_tokenizer(recipe: ChainRecipe) -> PreTrainedTokenizerFast:
     """A token for each number and each step."""
-    named = ["[UNK]", PAD, START, END, "user", "assistant", *(f"+{step}" for step in recipe.steps)]
     numbers = [str(number) for number in range(recipe.circle + recipe.tail)]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*named, *numbers])}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token="[UNK]",
-        additional_special_tokens=[START, END],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
-    )
+    return word_tokenizer([*(f"+{step}" for step in recipe.steps), *numbers], pre_tokenizers.WhitespaceSplit())
 
 
 def count_right(text: str, first: int, step: int, circle: int) -> tuple[int, int]:
@@ -149,7 +127,7 @@ def build_chain(folder: Path, recipe: ChainRecipe, seed: int, tell: Progress) ->
     for name, size in (("train", recipe.train_size), ("val", recipe.val_size)):
         write_parquet(rows(recipe, size, name, rng), folder / "data" / f"{name}.parquet")
     with seeded(seed):
-        codec = Codec(train_tokenizer(recipe))
+        codec = Codec(make_tokenizer(recipe))
         model = make_model(codec, recipe.hidden_size, recipe.layers, recipe.heads, recipe.init_std)
         tell(f"chain: warming up a Llama of {sum(p.numel() for p in model.parameters()):,} parameters")
         imitate(model, codec, lambda: lesson(codec, recipe, rng), recipe, tell)

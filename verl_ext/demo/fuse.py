@@ -12,11 +12,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.model import CHAT_TEMPLATE, END, PAD, START, Codec, imitate, make_model, save_model, seeded
+from verl_ext.demo.model import Codec, imitate, make_model, save_model, seeded, word_tokenizer
 from verl_ext.demo.recipes import FuseRecipe
 from verl_ext.kernels import command
 from verl_ext.kernels.judge import STATUSES
@@ -33,19 +33,9 @@ RESPONSE_LENGTH = 22
 def train_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each word of chains, programs and feedback; numbers of the feedback by their digits."""
     words = [*STAGES, "t", ";", *KINDS, *STATUSES, "right", "decoy", "cov", "x", ".", *"0123456789"]
-    named = dict.fromkeys(["[UNK]", PAD, START, END, "user", "assistant", *words])
-    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(named)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"^x(?=\d)|[\d.;]"), "isolated")]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token="[UNK]",
-        additional_special_tokens=[START, END],
-        chat_template=CHAT_TEMPLATE,
-    )
+    blanks = pre_tokenizers.WhitespaceSplit()
+    numbers = pre_tokenizers.Split(Regex(r"^x(?=\d)|[\d.;]"), "isolated")
+    return word_tokenizer(words, pre_tokenizers.Sequence([blanks, numbers]))
 
 
 def program(chain: tuple[str, ...], recipe: FuseRecipe, rng: random.Random) -> str:

@@ -93,6 +93,21 @@ def train_tokenizer(questions: Sequence[str], vocab_size: int = 512) -> PreTrain
     return tokenizer
 
 
+def word_tokenizer(words: Sequence[str], pre_tokenizer: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each of the words, which `pre_tokenizer` tells apart; specials as of the other."""
+    named = dict.fromkeys(["[UNK]", PAD, START, END, "user", "assistant", *words])
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(named)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token="[UNK]",
+        additional_special_tokens=[START, END],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
 class Codec:
     """Tokens of a conversation, piece by piece; the same tokens as the chat template's."""
 

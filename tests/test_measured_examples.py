@@ -91,7 +91,7 @@ def llama() -> Any:
 
 @pytest.mark.seconds
 def test_inner_products_of_tokens_are_those_of_autograd(llama: Any) -> None:
-    gradients = module("otb_variance", "gradients")
+    gradients = module("otb_variance", "token_gradients")
     prompt = torch.tensor([1, 5, 7, 2, 9])
     answers = gradients.sample(llama, prompt, 8, 6, 3, torch.Generator().manual_seed(1))
     lengths = answers.mask.sum(1)
@@ -121,7 +121,7 @@ def test_the_maker_of_otb_variance_reads_what_it_recorded(llama: Any, tmp_path: 
 
     The group mean is RLOO's gradient, shortened; without a baseline the variance is that of one sample, over N.
     """
-    gradients = module("otb_variance", "gradients")
+    gradients = module("otb_variance", "token_gradients")
     folder = tmp_path / "answers-8"
     folder.mkdir()
     alone = {"block": 0.0, "head": 0.0}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gradients import products, sample
+from token_gradients import products, sample
 
 from verl_ext.demo.prepare import prepare_smollm2
 from verl_ext.methods.otb import otb_advantage

@@ -18,8 +18,9 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.model import Codec, imitate, make_model, sample, save_model, seeded, word_tokenizer
+from verl_ext.demo.model import Codec, make_model, sample, save_model, seeded
 from verl_ext.demo.recipes import ChainRecipe
+from verl_ext.demo.words import imitate, word_tokenizer
 from verl_ext.rewards.arguments import refuse_unknown
 from verl_ext.rollout.environments.data import write_parquet
 

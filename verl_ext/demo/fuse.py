@@ -16,8 +16,9 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_ext.demo.assets import Progress
-from verl_ext.demo.model import Codec, imitate, make_model, save_model, seeded, word_tokenizer
+from verl_ext.demo.model import Codec, make_model, save_model, seeded
 from verl_ext.demo.recipes import FuseRecipe
+from verl_ext.demo.words import imitate, word_tokenizer
 from verl_ext.kernels import command
 from verl_ext.kernels.judge import STATUSES
 from verl_ext.kernels.loop import AGENT_NAME

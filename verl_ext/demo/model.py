@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from verl_ext.demo.assets import Progress
 from verl_ext.demo.data import dataset_config, generate, write_task
-from verl_ext.demo.recipes import ChainRecipe, FuseRecipe, WarmupRecipe
+from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, ReasoningGymTask
 
 PAD = "<|endoftext|>"
@@ -91,21 +91,6 @@ def train_tokenizer(questions: Sequence[str], vocab_size: int = 512) -> PreTrain
     )
     tokenizer.add_tokens([GIVE_UP])
     return tokenizer
-
-
-def word_tokenizer(words: Sequence[str], pre_tokenizer: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each of the words, which `pre_tokenizer` tells apart; specials as of the other."""
-    named = dict.fromkeys(["[UNK]", PAD, START, END, "user", "assistant", *words])
-    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(named)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizer
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token="[UNK]",
-        additional_special_tokens=[START, END],
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 class Codec:
@@ -257,40 +242,6 @@ def sequence_loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     chosen = mask[:, 1:]
     return F.cross_entropy(model.lm_head(hidden[chosen]), ids[:, 1:][chosen])
-
-
-def imitate(
-    model: LlamaForCausalLM,
-    codec: Codec,
-    lesson: Callable[[], tuple[list[int], list[int]]],
-    recipe: ChainRecipe | FuseRecipe,
-    tell: Progress,
-) -> float:
-    """Supervised learning of ``recipe.warm_up_steps`` batches, with one cycle of the learning rate.
-
-    Args:
-        model: trained in place.
-        lesson: makes token ids, and 1 for each that is learned.
-        tell: called with a line every ``recipe.tell_every`` steps.
-
-    Returns:
-        The loss of the last batch.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=recipe.warm_up_steps, pct_start=0.1
-    )
-    loss = torch.zeros(())
-    for step in range(1, recipe.warm_up_steps + 1):
-        loss = sequence_loss(model, [lesson() for _ in range(recipe.batch_size)], codec.pad_id)
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % recipe.tell_every == 0:
-            tell(f"  warm-up: step {step}, loss {float(loss.detach()):.3f}")
-    return float(loss.detach())
 
 
 def warm_up(

@@ -19,7 +19,7 @@ from torch import nn
 
 from verl_ext.rollout.embedded.kv_cache import SlotCache
 from verl_ext.rollout.embedded.request import DefaultSeeds, Request, seed_from
-from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, sample
+from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, LogitsNoise, sample
 
 __all__ = ["GenerationEngine", "Request", "kv_bytes_per_token"]
 
@@ -73,10 +73,7 @@ class GenerationEngine:
         logits_noise_below: float = 1.0,
         top_logprobs: int = 0,
     ) -> None:
-        if not (math.isfinite(logits_noise) and logits_noise >= 0):
-            raise ValueError(f"logits_noise={logits_noise!r} must be a finite number of at least 0")
-        if not 0 < logits_noise_below <= 1:
-            raise ValueError(f"logits_noise_below={logits_noise_below!r} must be above 0 and at most 1")
+        self._noise = LogitsNoise(logits_noise, logits_noise_below, seed_from(seed))
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is not one of {list(LOGPROBS_MODES)}")
         for name, value in (
@@ -121,10 +118,7 @@ class GenerationEngine:
         self.kv_cache_tokens = kv_cache_bytes // self._slot_bytes
         self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode
-        self.logits_noise = logits_noise
-        self.logits_noise_below = logits_noise_below
         self.top_logprobs = top_logprobs
-        self._noise_generator = torch.Generator().manual_seed(seed_from(seed))
         self._accepts_logits_to_keep = "logits_to_keep" in arguments
         self._cache = SlotCache(self.device, self.dtype, max_batch_size, self.kv_cache_tokens)
         self._running: list[Request] = []
@@ -353,12 +347,7 @@ class GenerationEngine:
 
     def _sample(self, logits: torch.Tensor, requests: list[Request], batch: BatchSampling) -> torch.Tensor:
         """Sample one token a request and append it, or its ``error``; returns the tokens ``(rows,)``."""
-        if self.logits_noise > 0:
-            noise = torch.randn(logits.shape, generator=self._noise_generator)
-            noisy = logits + self.logits_noise * noise.to(logits.device)
-            if self.logits_noise_below < 1:
-                noisy = torch.where(logits.softmax(-1) < self.logits_noise_below, noisy, logits)
-            logits = noisy
+        logits = self._noise(logits)
         edited = logits.clone() if batch.edited_rows or self.vocab_limit is not None else logits
         if self.vocab_limit is not None:
             edited[:, self.vocab_limit :] = -torch.inf

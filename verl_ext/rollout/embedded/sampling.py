@@ -295,3 +295,31 @@ def sample(
     elif logprobs_mode == "raw_logprobs":
         logp = torch.log_softmax(raw, dim=-1)
     return tokens, logp
+
+
+class LogitsNoise:
+    """Normal noise on the logits of every step, for studies of a sampler that disagrees with the trainer.
+
+    Args:
+        deviation: of the noise; 0: none.
+        below: only tokens whose probability is below it have the noise; 1: all tokens.
+        seed: of the noise.
+
+    Raises:
+        ValueError: a deviation below 0 or not finite, or a probability outside of (0, 1].
+    """
+
+    def __init__(self, deviation: float, below: float, seed: int) -> None:
+        if not (math.isfinite(deviation) and deviation >= 0):
+            raise ValueError(f"logits_noise={deviation!r} must be a finite number of at least 0")
+        if not 0 < below <= 1:
+            raise ValueError(f"logits_noise_below={below!r} must be above 0 and at most 1")
+        self.deviation, self.below = deviation, below
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits ``(rows, vocab)`` with noise; without a deviation themselves."""
+        if self.deviation == 0:
+            return logits
+        noisy = logits + self.deviation * torch.randn(logits.shape, generator=self._generator).to(logits.device)
+        return noisy if self.below == 1 else torch.where(logits.softmax(-1) < self.below, noisy, logits)

@@ -3,6 +3,7 @@
 #   make quick  the tests of a change, in three minutes: all that take less than a second, and two steps of verl's real trainer
 #   make test   all tests, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
 #   make test-vllm   the tests with vLLM alone
+#   make test-gpu   the tests that need a GPU with CUDA, alone; PYTHON_GPU=python names a Python with a torch for it
 #   make test-verl VERL=PATH   the tests that take seconds and three short runs on another verl: a checkout at PATH
 #   make docs   the reference of keys, and the site of all pages in build/site, every link checked
 #   make lint   ruff, mypy and the layers of the package (import-linter)
@@ -39,7 +40,7 @@ RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_im
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-clients demo quick test test-vllm test-verl docs lint format lock clean
+.PHONY: help venv venv-vllm venv-clients demo quick test test-vllm test-gpu test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +98,11 @@ test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
+
+# With a torch for CUDA, which that of .venv is not.
+PYTHON_GPU ?= python3
+test-gpu:
+	$(PYTHON_GPU) -m pytest -q -p no:cacheprovider --noconftest tests/gpu $(ARGS)
 
 # On a checkout of verl in place of the installed one, whatever version it claims; nothing of it is installed.
 test-verl: $(STAMP_TEST)

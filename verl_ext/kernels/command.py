@@ -172,6 +172,8 @@ def _tasks(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    import torch
+
     from verl_ext.kernels import compiler, coverage
     from verl_ext.kernels.cuda import Cuda
     from verl_ext.kernels.judge import Judge
@@ -196,7 +198,7 @@ def _doctor(args: argparse.Namespace) -> int:
     told("cage", layers, refused)
     print("backends   c: gcc, this machine's processor")
     print(f"           triton_interpret: what is right, no speed; {missing('triton') or 'Triton is installed'}")
-    print(f"           triton: {Cuda().lacks() or 'a GPU with CUDA; this back end was never run on one'}")
+    print(f"           triton: {Cuda().lacks() or torch.cuda.get_device_name()}")
     if well:
         task = training()[0]
         with Judge() as judge:

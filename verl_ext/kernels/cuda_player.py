@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The player of the back end `triton`: programs in Triton, compiled for the GPU and run there. Not run on a GPU."""
+"""The player of the back end `triton`: programs in Triton, compiled for the GPU and run there."""
 
 from __future__ import annotations
 

@@ -123,14 +123,19 @@ chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime
 _SIGNAL_CALLS = (
     "kill=62/129 tkill=200/130 tgkill=234/131 rt_sigqueueinfo=129/138 pidfd_open=434/434 pidfd_send_signal=424/424"
 )
-MORE = {"": "", "device": _DEVICE_CALLS, "program": _DEVICE_CALLS + _PROGRAM_CALLS}
+MORE = {"": "", "device": _DEVICE_CALLS + " bind=49/200 listen=50/201", "program": _DEVICE_CALLS + _PROGRAM_CALLS}
 _OPENS, _WRITING = {"open": 1, "openat": 2}, 0o1103  # where the flags are; O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
-_PROGRAM_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
+_MORE_FCNTL = (0, 4, 5, 6, 7, 36, 37, 38, 1031, 1032)
 _PRLIMIT, _CLONE, _CLONE3, _IOCTL = (302, 261), (56, 220), (435, 435), (16, 29)
 _SOCKET, _SOCKETPAIR, _SENDTO, _SENDMSG, _SENDMMSG = (41, 198), (53, 199), (44, 206), (46, 211), (307, 269)
 _STREAMS = (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)  # SOCK_STREAM, with SOCK_NONBLOCK, SOCK_CLOEXEC, both
+# A GPU's driver asks for a service at a socket of Unix, finds none, and waits at another for who never comes; without
+# these it does not start. It gets sockets that nothing can be read from or written to: connecting finds nobody, nobody
+# is let in, and Landlock forbids to make their files.
+_PACKETS = (5, 5 | 0o2000000)  # SOCK_SEQPACKET, with SOCK_CLOEXEC
+_SETSOCKOPT, _CONNECT = (54, 208), (42, 203)
 _NAMESPACES, _FAST_OPEN = 0x7E020000, 0x20000000  # CLONE_NEW*; MSG_FASTOPEN, which connects past Landlock
 _IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C)  # FIOSETOWN, SIOCSPGRP (signals to others); TIOCSTI, TIOCLINUX (typing)
 
@@ -170,8 +175,10 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         return instruction(_LOAD, 16 + 8 * index + 4 * half)
 
     column = list(_AUDIT_ARCH).index(machine)
-    verdicts = (_ALLOW, _ERROR | errno.EPERM, _ERROR | errno.ENOSYS, _ERROR, _KILL)
-    allow, deny, unknown, pretend, kill = (instruction(_RETURN, verdict) for verdict in verdicts)
+    verdicts = (
+        _ALLOW, *(_ERROR | why for why in (errno.EPERM, errno.ENOSYS, errno.ENOENT, 0)), _KILL
+    )  # fmt: skip
+    allow, deny, unknown, absent, pretend, kill = (instruction(_RETURN, verdict) for verdict in verdicts)
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
 
@@ -182,6 +189,11 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         program += when(_CLONE3[column], unknown)  # glibc takes the older call, whose flags can be read
         program += when(_CLONE[column], *without(0, _NAMESPACES))
         program += when(_IOCTL[column], argument(1), *[step for one in _IOCTLS for step in when(one, deny)], allow)
+    if more == "device":
+        packets = [argument(1), *[step for kind in _PACKETS for step in when(kind, allow)], deny]
+        program += when(_SOCKET[column], argument(0), *when(1, *packets), deny)
+        program += when(_CONNECT[column], absent)
+        program += when(_SETSOCKOPT[column], pretend)
     if more == "program":
         for call, index in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
             program += when(call[column], *without(index, _FAST_OPEN))
@@ -196,7 +208,7 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
             program += when(number, pretend)
     for name, number in sorted(allowed_calls(machine, more).items(), key=lambda item: item[1]):
         program += when(number, *(without(_OPENS[name], _WRITING) if name in _OPENS and not more else [allow]))
-    fcntl = _FCNTL_COMMANDS + _PROGRAM_FCNTL * (more == "program")
+    fcntl = _FCNTL_COMMANDS + _MORE_FCNTL * bool(more)
     commands = [step for command in fcntl for step in when(command, allow)]
     program += when(_FCNTL[column], argument(1), *commands, deny)
     # prlimit with no new limit: both halves of the pointer are 0. A program may change its own limits: process 0.
@@ -221,9 +233,10 @@ def has_seccomp() -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all architectures
 RUN, WRITE_FILE, READ_FILE, READ_DIR = 1, 1 << 1, 1 << 2, 1 << 3
 DEVICE = READ_FILE | WRITE_FILE | 1 << 15  # the last: ioctl
-SCRATCH = WRITE_FILE | READ_FILE | READ_DIR | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
+CUT = 1 << 14
+SCRATCH = WRITE_FILE | READ_FILE | READ_DIR | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | CUT
 """Remove folders and files, make folders and files, move and cut files."""
-_OF_FILES = RUN | DEVICE | 1 << 14
+_OF_FILES = RUN | DEVICE | CUT
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """How many rights on files a version knows, from 5 on 16. All are taken away; those not named are given to nobody."""
 
@@ -276,13 +289,16 @@ def library_paths() -> list[str]:
 
 
 def device_paths(scratch: str) -> list[tuple[str, int]]:
-    """What a GPU's driver and its compilers need besides, with rights: devices, programs, one folder to write in."""
+    """What a GPU's driver and its compilers need besides, with rights: devices, programs, one folder to write in, and
+    the names of this process's threads, without which the driver does not start.
+    """
     devices = [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*")]
     programs = ["/usr", "/bin", "/lib", "/lib64", sysconfig.get_paths()["platlib"]]
     return [
         *((path, DEVICE) for path in [*devices, "/dev/null"] if not os.path.isdir(path)),
         *((os.path.realpath(path), RUN | READ_FILE | READ_DIR) for path in programs),
         *((path, READ_FILE | READ_DIR) for path in ("/proc", "/sys", "/etc/OpenCL", sysconfig.get_paths()["include"])),
+        ("/proc/self/task", WRITE_FILE | CUT),
         (scratch, SCRATCH),
     ]
 
@@ -346,8 +362,11 @@ class Cage:
         """
         os.setsid()
         die_with_parent()
+        rules = self._rules
+        if rules is not None and self.scratch:  # its own: they name this process
+            rules = landlock_rules(library_paths(), device_paths(self.scratch))
         first = 3
-        for kept in sorted({result, *more, result if self._rules is None else self._rules}):
+        for kept in sorted({result, *more, result if rules is None else rules}):
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, 1 << 20)
@@ -365,7 +384,7 @@ class Cage:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         give_up_privileges()
-        close(self._rules, self._program)
+        close(rules, self._program)
 
 
 def close(rules: int | None, program: bytes) -> None:

@@ -102,7 +102,7 @@ test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 # With a torch for CUDA, which that of .venv is not.
 PYTHON_GPU ?= python3
 test-gpu:
-	$(PYTHON_GPU) -m pytest -q -p no:cacheprovider --noconftest tests/gpu $(ARGS)
+	$(PYTHON_GPU) -m pytest -q -p no:cacheprovider --noconftest tests/kernels/on_gpu.py $(ARGS)
 
 # On a checkout of verl in place of the installed one, whatever version it claims; nothing of it is installed.
 test-verl: $(STAMP_TEST)

@@ -12,43 +12,16 @@ import pytest
 import torch
 from conftest import QUICK
 from standin import StandInJudge
+from triton_programs import GOES, TASK, TRITON, forward
 
 from verl_ext.integration.options import OptionError
 from verl_ext.kernels.cuda import Cuda
 from verl_ext.kernels.judge import Judge
 from verl_ext.kernels.options import KernelOptions, check_kernels
 from verl_ext.kernels.seat import Infrastructure
-from verl_ext.kernels.tasks import Task
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
 
-TASK = Task.of("mul add relu")
 OPTIONS = dataclasses.replace(QUICK, backend="triton", language="triton", batch=2)
-TRITON = """import torch, triton, time
-import triton.language as tl
-@triton.jit
-def fused(x, a, b, y, R: tl.constexpr, C: tl.constexpr):
-    c = tl.arange(0, C)[None, :]
-    at = tl.arange(0, R)[:, None] * C + c
-    tl.store(y + at, tl.maximum(tl.load(x + at) * tl.load(a + c) + tl.load(b + c), 0.0))
-def launch(x, a, b):
-    y = torch.empty_like(x)
-    fused[(1,)](x, a, b, y, *x.shape)
-    return y
-def in_torch(x, a, b):
-    return torch.relu(x * a + b)
-class ModelNew:
-    def __init__(self):
-        self.calls = 0
-    def forward(self, x, a, b):
-        self.calls += 1
-        return launch(x, a, b)
-"""
-GOES = "return launch(x, a, b)\n"
-
-
-def forward(*lines: str) -> str:
-    head, _, tail = TRITON.rpartition(GOES)
-    return head + "\n        ".join(lines) + "\n" + tail
 
 
 @pytest.fixture(scope="module")
@@ -163,18 +136,9 @@ def test_the_wider_cage_compiles_in_its_folder_and_no_more(tmp_path: Path) -> No
     service.listen()
     with service, Sandbox(Limits(1, patience=20.0), "required", modules=["wider"], scratch=str(scratch)) as sandbox:
         found = sandbox.run("wider:tries", str(scratch), str(other), timeout_s=30.0)
-    assert found.pop("compiles") == 42
-    assert {name for name, done in found.items() if done == "yes"} == {"driver", "script", "thread"}
-    assert set(found) >= {
-        "connect",
-        "listen",
-        "parents_threads",
-        "parents_score",
-        "datagrams",
-        "elsewhere",
-        "home",
-        "kill",
-    }
+    may = {"compiles": 42, "driver": "yes", "script": "yes", "thread": "yes"}
+    shut = "elsewhere home socket kill connect listen datagrams parents_threads parents_score".split()
+    assert found == may | dict.fromkeys(shut, "no")
     assert [path.name for path in other.iterdir()] == ["socket"]
     with Sandbox(Limits(workers=1, patience=20.0), "required", modules=["wider"]) as sandbox:
         with pytest.raises(SandboxError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that the back end `triton` asks of a GPU, for the judge's side and the player's.
 
-`tests/gpu` runs it on one. The other tests put a processor in its place and run the rest of the back end as it is, with
-Triton's interpreter.
+`tests/kernels/on_gpu.py` runs it on one. The other tests put a processor in its place and run the rest of the back end
+as it is, with Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ chmod=90/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 utimensat=280/88 utime
 _SIGNAL_CALLS = (
     "kill=62/129 tkill=200/130 tgkill=234/131 rt_sigqueueinfo=129/138 pidfd_open=434/434 pidfd_send_signal=424/424"
 )
-MORE = {"": "", "device": _DEVICE_CALLS + " bind=49/200 listen=50/201", "program": _DEVICE_CALLS + _PROGRAM_CALLS}
+_WAITING_CALLS = "bind=49/200 listen=50/201"
+MORE = {"": "", "device": _DEVICE_CALLS + _WAITING_CALLS, "program": _DEVICE_CALLS + _PROGRAM_CALLS}
 _OPENS, _WRITING = {"open": 1, "openat": 2}, 0o1103  # where the flags are; O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _FCNTL, _FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # F_DUPFD, F_SETFL, locks, sizes of pipes; not F_SETOWN, which sends signals.
@@ -175,10 +176,9 @@ def seccomp_program(machine: str, more: str = "") -> bytes:
         return instruction(_LOAD, 16 + 8 * index + 4 * half)
 
     column = list(_AUDIT_ARCH).index(machine)
-    verdicts = (
-        _ALLOW, *(_ERROR | why for why in (errno.EPERM, errno.ENOSYS, errno.ENOENT, 0)), _KILL
-    )  # fmt: skip
-    allow, deny, unknown, absent, pretend, kill = (instruction(_RETURN, verdict) for verdict in verdicts)
+    allow, kill = instruction(_RETURN, _ALLOW), instruction(_RETURN, _KILL)
+    failures = (errno.EPERM, errno.ENOSYS, errno.ENOENT, 0)
+    deny, unknown, absent, pretend = (instruction(_RETURN, _ERROR | failure) for failure in failures)
     program = [instruction(_LOAD, 4), instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0), kill]  # 32-bit calls differ
     program.append(instruction(_LOAD, 0))
 

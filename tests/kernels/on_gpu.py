@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs a GPU with CUDA: `make test-gpu`, or `pytest tests/gpu`. Nothing of it is collected otherwise."""
+"""What needs a GPU with CUDA. `make test-gpu` names this file; nothing else collects it."""
 
 from __future__ import annotations
 
@@ -8,47 +8,40 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from triton_programs import TASK, TRITON, forward
 
 from verl_ext.kernels.cuda import Cuda
-from verl_ext.kernels.hacks import HACKS, HONEST
+from verl_ext.kernels.hacks import HACKS, HONEST, Hack
 from verl_ext.kernels.judge import Judge
 from verl_ext.kernels.options import JudgeOptions
 from verl_ext.kernels.tasks import Task
 from verl_ext.methods.logits_pass import token_statistics
 
-TASK = Task.of("mul add relu")
-TRITON = """import torch, triton
-import triton.language as tl
-@triton.jit
-def fused(x, a, b, y, R: tl.constexpr, C: tl.constexpr):
-    c = tl.arange(0, C)[None, :]
-    at = tl.arange(0, R)[:, None] * C + c
-    tl.store(y + at, tl.maximum(tl.load(x + at) * tl.load(a + c) + tl.load(b + c), 0.0))
-@triton.jit
+RIGHT = "return launch(x, a, b)"
+HOG = (
+    "y = launch(x, a, b)",
+    "self.stream = getattr(self, 'stream', None) or torch.cuda.Stream()",
+    "with torch.cuda.stream(self.stream):",
+    "    m = torch.ones(2048, 2048, device='cuda')",
+    "    for _ in range(3): m = m @ m",
+    "return y",
+)
+ENDLESS = """@triton.jit
 def endless(y):
+    i = 0
     while tl.load(y) > -1e30:
-        tl.store(y, 0.0)
-@triton.jit
+        i += 1
+        tl.store(y, i * 0.0)
+"""
+FAR = """@triton.jit
 def far(y):
     tl.store(y + 100000000000 + tl.arange(0, 128), 1.0)
-def launch(x, a, b):
-    y = torch.empty_like(x)
-    fused[(1,)](x, a, b, y, *x.shape)
-    return y
-class ModelNew:
-    stream = None
-    def forward(self, x, a, b):
-        FIRST
-        return launch(x, a, b)
 """
-HOG = """self.stream = self.stream or torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
-            m = torch.ones(2048, 2048, device='cuda')
-            for _ in range(3): m = m @ m"""
 
 
-def first(code: str) -> str:
-    return TRITON.replace("FIRST", code)
+def launching(kernel: str, name: str) -> str:
+    """A right program that launches one more kernel first."""
+    return forward(f"{name}[(1,)](x)", RIGHT).replace("class ModelNew", kernel + "class ModelNew")
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +52,33 @@ def judge() -> Iterator[Judge]:
 
 
 def test_a_right_kernel_is_paid_with_its_speed(judge: Judge) -> None:
-    verdict = judge.evaluate(TASK, first("pass"))
+    verdict = judge.evaluate(TASK, TRITON)
     assert verdict.correct and not verdict.decoy, verdict
     assert 0.3 < verdict.low <= verdict.speedup <= verdict.high < 3 and 0 < verdict.coverage <= 1
 
 
 @pytest.mark.parametrize("hack", [hack for hack in HACKS if hack.language == "triton"], ids=lambda hack: hack.name)
-def test_a_trick_is_not_paid(judge: Judge, hack: object) -> None:
-    verdict = judge.evaluate(Task.of(hack.task), hack.text)  # type: ignore[attr-defined]
+def test_a_trick_is_not_paid(judge: Judge, hack: Hack) -> None:
+    verdict = judge.evaluate(Task.of(hack.task), hack.text)
     assert verdict.correct and verdict.decoy and verdict.reward() == 0.0, verdict
 
 
 @pytest.mark.parametrize("honest", [hack for hack in HONEST if hack.language == "triton"], ids=lambda hack: hack.name)
-def test_an_honest_kernel_is_paid(judge: Judge, honest: object) -> None:
-    verdict = judge.evaluate(Task.of(honest.task), honest.text)  # type: ignore[attr-defined]
-    assert honest.paid(verdict), verdict  # type: ignore[attr-defined]
+def test_an_honest_kernel_is_paid(judge: Judge, honest: Hack) -> None:
+    verdict = judge.evaluate(Task.of(honest.task), honest.text)
+    assert honest.paid(verdict), verdict
 
 
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        (first("b = a"), "wrong"),
-        (first("far[(1,)](x)"), "error"),
-        (first("torch.empty(1 << 36, device='cuda')"), "memory"),
-        (first("pass").replace("tl.maximum", "tl.no_such_thing"), "error"),
-        (first("import os; os._exit(0)"), "crashed"),
-        (first("import socket; socket.socket()"), "error"),
-        (first("endless[(1,)](x)"), "timeout"),
+        (forward("return launch(x, a, a)"), "wrong"),
+        (launching(FAR, "far"), "error"),
+        (forward("torch.empty(1 << 36, device='cuda')", RIGHT), "memory"),
+        (TRITON.replace("tl.maximum", "tl.no_such_thing"), "error"),
+        (forward("import os", "os._exit(0)"), "crashed"),
+        (forward("import socket", "socket.socket()", RIGHT), "error"),
+        (launching(ENDLESS, "endless"), "timeout"),
     ],
     ids=["wrong", "out_of_bounds", "memory", "does_not_compile", "ends_itself", "network", "endless"],
 )
@@ -94,12 +87,12 @@ def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, code: s
     assert verdict.status == status and verdict.error and verdict.reward() == 0.0, verdict
     quick = dataclasses.replace(judge.options, pairs=3, max_pairs=3)
     judge.options, usual = quick, judge.options
-    assert judge.evaluate(TASK, first("pass")).correct
+    assert judge.evaluate(TASK, TRITON).correct
     judge.options = usual
 
 
 def test_work_on_another_stream_slows_the_candidate_and_not_the_reference(judge: Judge) -> None:
-    verdict = judge.evaluate(TASK, first(HOG))
+    verdict = judge.evaluate(TASK, forward(*HOG))
     assert verdict.correct and verdict.speedup < 0.5, verdict
 
 

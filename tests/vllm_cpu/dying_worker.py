@@ -10,13 +10,13 @@ from typing import Any
 from verl_ext.platform.vllm_cpu_worker import CpuWorkerExtension
 
 
-class DiesInTheThirdSync(CpuWorkerExtension):
+class DiesInTheFourthSync(CpuWorkerExtension):
     """The first sync is before the first step, the second after it."""
 
     syncs = 0
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
-        DiesInTheThirdSync.syncs += 1
-        if DiesInTheThirdSync.syncs == 3:
+        DiesInTheFourthSync.syncs += 1
+        if DiesInTheFourthSync.syncs == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         super().update_weights_from_ipc(*args, **kwargs)

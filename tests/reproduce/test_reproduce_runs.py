@@ -17,7 +17,7 @@ import pytest
 from otb_runs import CELL, LAPTOP, OTB, begin, finish, log
 
 from verl_ext.cli import main
-from verl_ext.reproduce import needs, plan, runs, submit
+from verl_ext.reproduce import cluster, needs, plan, runs
 from verl_ext.reproduce.catalogue import find_table, scale_of
 from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
 from verl_ext.reproduce.run import run as run_here
@@ -367,14 +367,14 @@ def test_jobs_are_named_by_table_cell_and_seed(
     monkeypatch.setenv("VERL_EXT_HOME", "/a home")
     finish(tmp_path, seed=1, extra=("a=b c",))
     cells = [LAPTOP.cells["group_mean_n4"], CELL]
-    tasks = submit.tasks_of(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=["a=b c"]))
+    tasks = cluster.tasks_of(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=["a=b c"]))
     assert "otb_n4, seed 1: complete in" in capsys.readouterr().out
     names = [(name, seed) for name, seed in (("group_mean_n4", 0), ("otb_n4", 0), ("group_mean_n4", 1))]
     assert [task.name for task in tasks] == [f"verl_ext.otb.samples.laptop.{name}.seed_{seed}" for name, seed in names]
     words = shlex.split(tasks[1].entrypoint)
     assert words[:4] == [sys.executable, "-m", "verl_ext.cli", "reproduce"] and words[-1] == "a=b c"
     assert " --cell otb_n4 --seeds 0 " in tasks[1].entrypoint and " --no-collect --steps 2 " in tasks[1].entrypoint
-    (blind,) = submit.tasks_of(Request(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, check=False))
+    (blind,) = cluster.tasks_of(Request(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, check=False))
     assert " --no-check " in blind.entrypoint and "--no-check" not in tasks[0].entrypoint
     assert tasks[1].environment == {"VERL_EXT_HOME": "/a home"}
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"

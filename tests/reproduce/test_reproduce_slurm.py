@@ -11,8 +11,9 @@ import pytest
 from otb_runs import CELL, LAPTOP, begin, finish, log
 
 from verl_ext.cli import main
-from verl_ext.reproduce import runs, slurm
-from verl_ext.reproduce.submit import SubmitError, Task
+from verl_ext.reproduce import runs
+from verl_ext.reproduce.cluster import SUCCEEDED, SubmitError, Task, follow
+from verl_ext.reproduce.slurm_jobs import SlurmJobs
 
 pytestmark = pytest.mark.seconds
 
@@ -33,13 +34,12 @@ def test_a_table_as_jobs_of_submitit(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{job}: FAILED" in said.out and f"not complete: {job}" in said.err
     assert main(words) == 0
     said = capsys.readouterr()
-    assert f"{job}: COMPLETED" in said.out and "group_mean_n4, seed 0: complete in" in said.out
+    assert f"{job}: SUCCEEDED" in said.out and "group_mean_n4, seed 0: complete in" in said.out
     assert '"state": "complete"' in (folder / "cell.json").read_text()
     assert (tmp_path / "otb.samples" / "laptop" / "table.md").exists()
 
 
 def test_a_job_of_submitit_is_not_submitted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    executor = slurm.executor_of(tmp_path, "cluster=local", 1)
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.1)"
 
@@ -48,12 +48,15 @@ def test_a_job_of_submitit_is_not_submitted_twice(tmp_path: Path, capsys: pytest
         return "step 1"
 
     tasks = [Task("long", shlex.join([sys.executable, "-c", waits]), {}, progress=progress)]
-    first = slurm.submitted(executor, tmp_path, tasks)["long"]
-    second = slurm.submitted(executor, tmp_path, tasks)
-    assert second["long"].job_id == first.job_id and f"long: is job {first.job_id} already" in capsys.readouterr().out
-    assert slurm.watch({"long": first}, tasks, 0.1) == []
-    assert "long: RUNNING, step 1" in capsys.readouterr().out
-    assert slurm.submitted(executor, tmp_path, tasks)["long"].job_id != first.job_id
+    first, second = (SlurmJobs(tmp_path, "cluster=local", 1) for _ in range(2))
+    assert set(follow(first, tasks, wait=False)) == {"long"}
+    assert follow(second, tasks, interval=0.1) == {"long": SUCCEEDED}
+    number = first.jobs["long"].job_id
+    said = capsys.readouterr().out
+    assert second.jobs["long"].job_id == number and f"long: is job {number}, its output is " in said
+    assert "long: RUNNING, step 1" in said
+    assert follow(SlurmJobs(tmp_path, "cluster=local", 1), tasks, interval=0.1) == {"long": SUCCEEDED}
+    assert f"long: is job {number}" not in capsys.readouterr().out
 
 
 def test_settings_that_slurm_does_not_take(
@@ -66,6 +69,6 @@ def test_settings_that_slurm_does_not_take(
         ("slurm_partition=gpu", 'Could not detect "srun"'),
     ):
         with pytest.raises(SubmitError, match=said):
-            slurm.executor_of(tmp_path, settings, 1)
+            SlurmJobs(tmp_path, settings, 1)
     assert main(["reproduce", "run", "otb", "--scale", "laptop", "--submit", "http://127.0.0.1:1", "--slurm", ""]) == 2
     assert "exclude each other" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from otb_runs import CELL, LAPTOP, begin, finish, log
 from ports import free_port
 
 from verl_ext.cli import main
-from verl_ext.reproduce import submit
-from verl_ext.reproduce.submit import SubmitError, Task
+from verl_ext.reproduce.cluster import SubmitError, Task, follow
+from verl_ext.reproduce.ray_jobs import RayJobs
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def address() -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        submit.submit_one(submit.client(url), Task("ready", "true", {}))
+        list(RayJobs(url).start([Task("ready", "true", {})]))
         return True
     except SubmitError:
         return False
@@ -73,7 +73,7 @@ def python(code: str) -> str:
 def test_jobs_run_one_after_the_other_and_a_failed_one_is_submitted_again(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = submit.client(address)
+    ray_jobs = RayJobs(address)
     note = tmp_path / "note"
     append = "import os; open({!r}, 'a').write({!r} + os.environ['WORD'] + ' ')"
     tasks = [
@@ -81,7 +81,7 @@ def test_jobs_run_one_after_the_other_and_a_failed_one_is_submitted_again(
         Task("second", python("import sys; print('no such engine'); sys.exit(3)"), {}),
         Task("third", python(append.format(str(note), "c")), {"WORD": "y"}),
     ]
-    assert submit.submit(server, tasks, interval=0.2) == {
+    assert follow(ray_jobs, tasks, interval=0.2) == {
         "first": "SUCCEEDED",
         "second": "FAILED",
         "third": "SUCCEEDED",
@@ -91,29 +91,30 @@ def test_jobs_run_one_after_the_other_and_a_failed_one_is_submitted_again(
     assert "first: submitted" in said and "second: FAILED" in said and "    no such engine" in said
     assert said.index("first: SUCCEEDED") < said.index("second: submitted") < said.index("third: submitted")
     again = [Task("second", python("pass"), {})]
-    assert submit.submit(server, again, interval=0.2) == {"second.2": "SUCCEEDED"}
-    assert list(submit.attempts(server, "second")) == [1, 2]
+    assert follow(ray_jobs, again, interval=0.2) == {"second.2": "SUCCEEDED"}
+    assert list(ray_jobs.attempts("second")) == [1, 2]
 
 
 def test_a_running_job_is_not_submitted_twice(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = submit.client(address)
+    ray_jobs = RayJobs(address)
+    ray_jobs.pause_s = 0.01
     with pytest.raises(SubmitError, match="no longer answers for nothing .*; the job may go on"):
-        submit.look(server, "nothing", 0.01)
+        ray_jobs.state("nothing")
     go = tmp_path / "go"
     waits = python(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.1)")
     progress = iter(["step 1/2", "step 2/2"])
     task = Task("long", waits, {}, lambda: next(progress, "step 2/2"))
-    assert set(submit.submit(server, [task], wait=False)) == {"long"}
+    assert set(follow(ray_jobs, [task], wait=False)) == {"long"}
     with pytest.raises(SubmitError, match="(?s)is running long with another command: .*ray job stop long"):
-        submit.submit(server, [Task("long", python("pass"), {})])
+        follow(ray_jobs, [Task("long", python("pass"), {})])
     until = time.monotonic() + 300
-    while submit.state_of(server.get_job_info("long")) != "RUNNING":
+    while ray_jobs.state("long") != "RUNNING":
         assert time.monotonic() < until
         time.sleep(0.2)
     capsys.readouterr()
-    assert submit.submit(server, [task], wait=False) == {"long": "RUNNING"}
+    assert follow(ray_jobs, [task], wait=False) == {"long": "RUNNING"}
     go.touch()
-    assert submit.submit(server, [task], interval=0.2) in ({"long": "SUCCEEDED"}, {"long.2": "SUCCEEDED"})
+    assert follow(ray_jobs, [task], interval=0.2) in ({"long": "SUCCEEDED"}, {"long.2": "SUCCEEDED"})
     said = capsys.readouterr().out
     assert "long: is running already" in said and "long: RUNNING, step" in said
 
@@ -136,4 +137,4 @@ def test_a_table_is_submitted_waited_for_and_collected(
     assert "group_mean_n4, seed 0: complete in" in said.out and f"share {tmp_path}" in said.out
     assert '"state": "complete"' in (folder / "cell.json").read_text()
     assert (tmp_path / "otb.samples" / "laptop" / "table.md").exists()
-    assert "[1/1] otb/samples (laptop scale), otb_n4, seed 0" in submit.client(address).get_job_logs(job)
+    assert "[1/1] otb/samples (laptop scale), otb_n4, seed 0" in "\n".join(RayJobs(address).tail(job))

@@ -209,7 +209,9 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from verl_ext.reproduce import run, slurm, submit
+    from verl_ext.reproduce import cluster, run
+    from verl_ext.reproduce.ray_jobs import RayJobs
+    from verl_ext.reproduce.slurm_jobs import SlurmJobs
 
     table, scale = _chosen(args)
     cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
@@ -221,10 +223,11 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.submit is not None and args.slurm is not None:
         raise UsageError("--submit and --slurm exclude each other: jobs of Ray, or of Slurm")
+    how: dict[str, Any] = {"wait": not args.no_wait, "at_once": args.at_once}
     if args.submit is not None:
-        return submit.main(request, args.submit, wait=not args.no_wait, at_once=args.at_once)
+        return cluster.main(request, RayJobs(args.submit), **how)
     if args.slurm is not None:
-        return slurm.main(request, args.slurm, wait=not args.no_wait, at_once=args.at_once)
+        return cluster.main(request, SlurmJobs(request.out / "slurm", args.slurm, args.at_once), **how)
     if args.no_wait or args.at_once != 1:
         raise UsageError("--at-once and --no-wait are for jobs: give its --submit ADDRESS or --slurm SETTINGS as well")
     return run.run(request)

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -135,6 +135,37 @@ def test_losses_that_nobody_noted_are_not_believed_to_be_none(clean: Any) -> Non
     clean.kv_clear(keys=["a_1"], partition_id=notes.LOST)
     with pytest.raises(RuntimeError, match="verl says that rollouts of 1 prompts raised .*none of them was noted"):
         sample(sampler(1)[0], 1)
+
+
+def test_prompts_that_verl_replaces_for_ever_end_the_run(clean: Any) -> None:
+    """In the asynchronous modes a prompt that lost a rollout is dropped whole, and another begins in its place."""
+    begun: list[str] = []
+
+    def refill(count: int) -> None:
+        for _ in range(count):
+            begun.append(f"p{len(begun)}")
+            prompt(clean, begun[-1], "rows", "raises" if len(begun) < good else "rows")
+
+    sync = {"trainer": {"v1": {"sampler": {}}}}
+    for good, share in ((1000, 0.5), (4, 0.8)):
+        config = {"verl_ext": {"max_missing_share": share}, "data": {"train_batch_size": 2}}
+        config |= {"actor_rollout_ref": {"rollout": {"n": 2}}}
+        buffer = ReplayBufferAsync(
+            "colocate_async", OmegaConf.create(sync), 8, "drop", OmegaConf.create({}), refill_fn=refill,
+            poll_interval=0.01,
+        )  # fmt: skip
+        part = missing.Missing(OmegaConf.create(config))
+        buffer = part.replay_buffer(buffer)
+        begun.clear()
+        refill(2)
+        if good == 1000:
+            with pytest.raises(missing.MissingRollouts, match=r"(?s)6 of 10 rollouts were lost.*of p0 is gone"):
+                sample(buffer, 2)
+        else:
+            batch = sample(buffer, 2)
+            part.on_sample(batch)
+            assert part.metrics["rollout/missing_trajectories"] == 3 and part.metrics["rollout/trajectories"] == 4
+        clean.kv_clear(keys=begun, partition_id="train")
 
 
 VERL_COUNTS = "expected_acc_counts" in inspect.signature(process_validation_metrics).parameters

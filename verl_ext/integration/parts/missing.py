@@ -6,6 +6,10 @@ notes it in verl's store (`notes`), so that the trainer knows of each, also of a
 ``verl_ext.max_missing_share`` of a batch missing ends the training with the first traceback; in validation a lost
 rollout is a sample with reward 0. A loop that returns nothing on purpose raises nothing and is not missing, and neither
 is what a ``__rollout_n__`` of the data leaves out: what is due is what has ended, with rows or with an error.
+
+Where verl drops each prompt that lost a rollout and begins another (its asynchronous modes, and
+``trainer.v1.sampler.sync_refill_failed_groups``), it would do so for ever if each prompt loses one, so that these
+rollouts are counted before it begins another, too.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class Missing(Part):
         super().__init__(config, trainer)
         self.share = max_missing_share(config)
         self._told: set[str] = set()
+        self._dropped: dict[str, Any] = {}  # lost with their prompts, since the last batch
         self._validation: list[tuple[str, Any]] = []
 
     @classmethod
@@ -54,28 +59,51 @@ class Missing(Part):
 
     def replay_buffer(self, buffer: Any) -> Any:
         buffer.sample = functools.partial(self._sample, buffer, buffer.sample)
+        if getattr(buffer, "refill_fn", None) is not None:
+            buffer.refill_fn = functools.partial(self._refill, buffer.refill_fn)
         return buffer
+
+    def _refill(self, refill: Any, count: int) -> Any:
+        """verl's `refill_fn`, which replaces prompts. Raises MissingRollouts: too many were lost for a batch."""
+        self._dropped |= self._lost("train")
+        batch = int(self.config.data.train_batch_size) * int(self.config.actor_rollout_ref.rollout.n)
+        self._allow(self._dropped, batch + len(self._dropped))
+        return refill(count)
+
+    def _lost(self, partition_id: str) -> dict[str, Any]:
+        """`take_lost`, of which it is known that verl has been told."""
+        lost = take_lost(partition_id)
+        self._told.update(split_key(f"{key}_0")[0] for key in lost)
+        return lost
+
+    def _allow(self, lost: Mapping[str, Mapping[str, Any]], due: int) -> None:
+        if len(lost) > self.share * due:
+            raise MissingRollouts(self._message(lost, due))
 
     def _sample(self, buffer: Any, sample: Any, *args: Any, partition_id: str, **kwargs: Any) -> Any:
         """verl's `sample`, and then what was lost of what has ended. Raises MissingRollouts: too many, in training; or
         all of them."""
         try:
             batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
+        except MissingRollouts:
+            raise
         except RuntimeError as error:  # verl's word for a batch without any row
             lost = take_lost(partition_id)
             if lost:
                 raise MissingRollouts(self._message(lost, len(lost))) from error
             raise
-        lost = take_lost(partition_id)
-        self._told.update(split_key(f"{key}_0")[0] for key in lost)
+        lost = self._lost(partition_id)
+        if partition_id != "val":
+            lost, self._dropped = self._dropped | lost, {}
         self._require_told(buffer, partition_id)
         ended = {split_key(key)[1] for key in [*getattr(buffer, "partitions", {}).get(partition_id, ()), *batch.keys]}
         due = len(ended) + len(lost)
-        if lost and (not batch.keys or (partition_id != "val" and len(lost) > self.share * due)):
+        if lost and not batch.keys:
             raise MissingRollouts(self._message(lost, due))
         if partition_id == "val":
             self._validation += [(split_key(f"{key}_0")[0], tag["data_source"]) for key, tag in lost.items()]
         else:
+            self._allow(lost, due)
             self.metrics["rollout/missing_trajectories"] = len(lost)
         return batch, metrics
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from ranks import run_ranks, starts_ranks
+from tensordict import TensorDict
 
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
 from verl_ext.integration.columns import ActiveBatch, RowFieldMissing, active
@@ -149,3 +150,18 @@ def test_norms_of_parts_that_fsdp_1_shards(tmp_path: Path) -> None:
         assert found["difference"] < 1e-6 < found["norm"] and found["without"] == {}
         for agent, own in enumerate(found["own"]):
             assert own > 0.1 and found["metrics"][f"agent_gradient/{agent}/mean"] == [pytest.approx(own, rel=1e-6)]
+
+
+@pytest.mark.slow
+def test_what_other_parts_told_the_engine_stays(store: Any) -> None:
+    """verl's store returns a batch that knows nothing of the engine's orders: pruning, a teacher, the one pass."""
+    keys = ["u_0_0", "u_0_1", "u_1_0"]
+    fields = TensorDict({"rewards": torch.zeros(3)}, batch_size=3)
+    batch = store.kv_batch_put(keys=keys, partition_id="told", fields=fields, tags=[{"seq_len": 1}] * 3)
+    batch.extra_info["rho"] = 0.05
+    part = AgentGradients(config())
+    part._agent_of = dict(zip(keys, ("b", "a", "b"), strict=True))
+    batch = part.before_update(batch)
+    assert batch.extra_info == {"rho": 0.05, AGENTS: 2}
+    assert store.kv_batch_get(keys=keys, partition_id="told", select_fields=[AGENT])[AGENT].tolist() == [1, 0, 1]
+    store.kv_clear(keys=keys, partition_id="told")

@@ -47,8 +47,9 @@ class AgentGradients(Part):
         padding = [not columns.is_real(tag) for tag in batch.tags]
         self._names, column = number_agents(self._agent_of, batch.keys, padding)
         fields = TensorDict({AGENT: column}, batch_size=len(batch))
+        told = dict(batch.extra_info or {})  # by other parts; what the store returns has none
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-        batch.extra_info[AGENTS] = len(self._names)
+        batch.extra_info.update(told | {AGENTS: len(self._names)})
         return batch
 
     def after_update(self, metrics: dict[str, Any]) -> None:

@@ -34,9 +34,17 @@ def test_recipe_flag_composes_and_checks() -> None:
     assert checks.check(cfg) == []
 
 
+def test_calls_that_wait_while_the_trainer_trains_are_warned_of() -> None:
+    team = ["+recipe=trloo", "actor_rollout_ref.rollout.n=4", "+verl_ext.orchestra.name=solver_verifier"]
+    assert not any("colocate_async" in warning for warning in checks.check(config(*team)))
+    warnings = checks.check(config(*team, "trainer.v1.trainer_mode=colocate_async"))
+    assert any("a model call that is under way waits while the trainer trains" in warning for warning in warnings)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("++verl_ext.poll_interval_s=-1", r"verl_ext\.poll_interval_s is -1"),
         ("+algorithm.trloo.baselin=mean", r"algorithm\.trloo\.baselin .*Did you mean 'baseline'"),
         ("algorithm.trloo.baseline=median", r"algorithm\.trloo\.baseline is 'median'; choose one of 'leave_one_out'"),
         ("algorithm.trloo.batch_std=1", r"algorithm\.trloo\.batch_std is 1; give true or false"),

@@ -263,6 +263,20 @@ def test_rows_that_are_taken_out_count_as_padding() -> None:
     assert sum(trained[:8]) == sum(trained[8:]) == 4
 
 
+def test_rows_that_are_taken_out_after_the_look_at_the_batch_count_too() -> None:
+    """The parts that take rows out come after this one, and verl's padding after them."""
+    batch, part = taken_out(0, 8)
+    part.on_sample(batch)
+    for tag in batch.tags[:11]:
+        tag[VALID] = False
+    assert part.row_multiple(1, 1) == 4 and part.now == 4
+    part.on_batch(batch, ActiveBatch(columns={}), {})
+    batch, part = taken_out(0, 8)
+    part.on_sample(batch)
+    part.row_multiple(1, 1)
+    assert part.now == 8
+
+
 def test_no_mini_batch_of_verls_is_without_a_row_that_is_trained_on() -> None:
     """verl divides by the tokens of a mini-batch: the first two of four had none, and their loss was 0/0."""
     batch, part = taken_out(11, None)

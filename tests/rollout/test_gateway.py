@@ -335,6 +335,17 @@ def test_sampling_of_its_own_is_refused_ignored_or_recorded(play: Play, tokenize
         assert rows[0].extra_fields["sampling"] == changed and rows[1].extra_fields["sampling"] == {}
         assert [asked["temperature"] for asked in engine.requests[:2]] == [changed.get("temperature", 1.0), 1.0]
         assert rows[0].extra_fields["reward_extra_info"]["sampling_changed"] == (3 if mode == "ignore" else 1)
+
+    def odd(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+        for more in ({"temperature": -1}, {"top_p": 5}, {"top_k": 1.5}, {"repetition_penalty": 0}, {"min_p": "x"}):
+            answers.append(post(base_url, api_key, chat(**more)))
+        answers.append(post(base_url, api_key, {"model": "x", "messages": [{"role": [], "content": "x"}]}))
+        return 1.0
+
+    answers.clear()
+    rows = play(odd, engine, sampling="record")  # what no engine takes is not asked of one
+    assert [status for status, _ in answers] == [400] * 6 and rows[0].reward_score == 1.0
+    assert "top_p is 5; it must be a number from 1e-06 to 1" in answers[1][1]["error"]["message"]
     answers.clear(), engine.requests.clear()
     play(agent, engine, now={"temperature": 0.0})  # validation: what is training's is no change
     assert [status for status, _ in answers] == [400, 200, 400, 400] and engine.requests[0]["temperature"] == 0.0
@@ -782,6 +793,11 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
     far = [f"+verl_ext.models.far.endpoint.{key}" for key in ("url=http://x/v1", "model=y")]
     with pytest.raises(OptionError, match=r"models\.far: .* An agent asks endpoints itself"):
         config(two[0], *far, *embedded)
+    caged = ("verl_ext.gateway.command=[python]", "verl_ext.gateway.cage=required")
+    with pytest.raises(OptionError, match="readable names /no/such/file"):
+        config(*caged, "verl_ext.gateway.readable=[/no/such/file]")
+    with pytest.raises(OptionError, match=r"gateway\.sampling=record lets .* with dvp\.rho=0\.1 the sampler prunes"):
+        config(two[0], "verl_ext.gateway.sampling=record", "++dvp.rho=0.1")
     for override, message in {
         "verl_ext.gateway.agent=null": "none is",
         "verl_ext.gateway.command=[python]": "both are set",
@@ -792,7 +808,7 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
         "verl_ext.gateway.call_timeout_s=0": "call_timeout_s is 0",
         "verl_ext.gateway.sampling=other": "sampling is 'other'",
         "verl_ext.gateway.cage=required": "cage=required is for a command",
-        "verl_ext.gateway.readable=[/no/such/file]": "readable names /no/such/file",
+        "verl_ext.gateway.readable=[/tmp]": "readable is for a command in a cage",
         "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run serves policy",
         "+verl_ext.gateway.agents={planner:{tokens:3}}": "agents.planner is",
         "+verl_ext.gateway.agents={planner:{max_tokens:0}}": "max_tokens is 0",

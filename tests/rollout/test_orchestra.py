@@ -197,6 +197,39 @@ def test_unreadable_empty_and_endless_answers(play: Any, tokenizer: Any) -> None
     assert info(rows)["answers_cut"] == 2.0
 
 
+@agent(ends=lambda text: text.index("DONE"))
+def picky(text):
+    """Pick."""
+    return text.split()[2]
+
+
+@orchestra("test_picky")
+async def one_pick(task, picky):
+    first = await picky("first")
+    task.count("answered")
+    return Outcome(reward=1.0, answer=(await picky(first.text)).text, info={"reward": 7.0, "kept": 2.0})
+
+
+def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play: Any) -> None:
+    """Who writes what a reader chokes on has earned nothing, and is trained on it; its answer is no failure of an
+    engine."""
+    rows, _ = play("test_picky", lambda prompt: "a b c" if "first" in prompt else "a b")
+    assert fields(rows, "agent_id") == ["picky", "picky"] and fields(rows, "is_action_valid") == [True, False]
+    assert fields(rows, "valid_row") == [True, True] and [row.reward_score for row in rows] == [0.0, 0.0]
+    assert fields(rows, "failure") == ["", "error"] and "IndexError" in rows[-1].extra_fields["failure_detail"]
+    assert info(rows)["failure_error"] == 3.0  # both answers without an end, and the reader
+    rows, _ = play("test_picky", lambda prompt: "a b c DONE d e")
+    assert [row.reward_score for row in rows] == [1.0, 1.0]
+    assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
+
+
+def test_a_message_that_cannot_fit_is_not_tokenised(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"raw_prompt": [{"role": "user", "content": "x" * 100_000}]}
+    rows, server = play("test_pair", PAIR, row=row, keys={"overlong_prompt": "end"}, prompt_length=64)
+    assert fields(rows, "failure") == ["overlong_prompt"] and not server.requests
+    assert "of a length that rollout.prompt_length=64 tokens can't have" in rows[-1].extra_fields["failure_detail"]
+
+
 # Concurrency.
 
 

@@ -25,7 +25,7 @@ from verl_ext.rollout.orchestra import loop as orchestra_loop
 from verl_ext.rollout.plain_text import PlainText, control_tokens
 from verl_ext.rollout.step_wise import parse_action
 from verl_ext.rollout.tags import tagged
-from verl_ext.rollout.tools import linear_parser
+from verl_ext.rollout.tools import arguments_of, linear_parser, read_calls
 
 # The parts of Qwen's template that matter here: tools, tool calls and results, reasoning left out of old answers.
 QWEN_STYLE = """
@@ -395,3 +395,13 @@ def test_the_tool_parser_reads_what_verls_reads(qwen: Any, make: Callable[[int],
             for parser in (linear_parser("hermes", qwen), ToolParser.get_tool_parser("hermes", qwen))
         )
         assert ours == theirs
+
+
+def test_an_answer_on_which_a_parser_raises_has_no_tool_call() -> None:
+    class Raises:
+        async def extract_tool_calls(self, ids: list[int], tools: list[Any]) -> Any:
+            raise ValueError("a lone surrogate")
+
+    assert asyncio.run(read_calls(Raises(), [1, 2], [])) == ("", [])
+    long = '{"a": ' + "1" * 5000 + "}"  # an integer of more digits than Python reads
+    assert arguments_of(long) == long and arguments_of('{"a": 1}') == {"a": 1} and arguments_of("{") == "{"

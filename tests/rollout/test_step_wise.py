@@ -492,6 +492,15 @@ def test_metrics_of_loops_that_report_nothing() -> None:
     assert rollout_metrics(columns, [{}, {}], [{}, {}]) == {}
 
 
+def test_who_fails_before_he_is_judged_has_not_been_right() -> None:
+    columns, _ = row_fields(["u_0_0", "u_1_0", "u_2_0"], [{}] * 3, [{}] * 3)
+    judged = {"failure": "", "reward_extra_info": {"acc": 1.0, "f1": 0.5, "length": 8.0}}
+    extra = [judged, {"failure": "time_limit", "reward_extra_info": {"length": 2.0}}, judged]
+    metrics = rollout_metrics(columns, [{}] * 3, extra)
+    assert metrics["trajectory/acc"] == pytest.approx(2 / 3) and metrics["trajectory/f1"] == pytest.approx(1 / 3)
+    assert metrics["trajectory/length"] == 6.0 and metrics["rollout/failures/time_limit"] == 1.0
+
+
 def test_numbers_are_plain(tokenizer: Any) -> None:
     rows, _ = play(tokenizer, [act("forward")])
     assert all(type(value) is float for value in (*fields(rows, "turn_reward"), *info(rows).values()))

@@ -160,7 +160,9 @@ async def generate(
             raise
         raise RuntimeError("the engine cancelled the call") from error
     response_ids = list(output.token_ids[: limit or int(loop.rollout_config.response_length)])
-    logprobs = None if output.log_probs is None else [float(x) for x in output.log_probs[: len(response_ids)]]
+    logprobs = [float(x) for x in output.log_probs[: len(response_ids)]] if output.log_probs is not None else None
+    if response_ids and not logprobs:
+        logprobs = None  # as verl's client of the asynchronous modes says it: an empty list
     preempted = -1 if output.num_preempted is None else int(output.num_preempted)
     return ModelCall(
         prompt_ids=list(prompt_ids),

@@ -96,7 +96,7 @@ class Tools:
         """
         tools = {name: self._tool(who, name) for name in names}
         parser = linear_parser(self.options.get("format") or "hermes", self.tokenizer)
-        content, calls = await parser.extract_tool_calls(row.response_ids, [t.tool_schema for t in tools.values()])
+        content, calls = await read_calls(parser, row.response_ids, [t.tool_schema for t in tools.values()])
         calls = calls[: int(self.options.get("max_parallel_calls") or 1)]
         if not calls:
             return []
@@ -109,7 +109,7 @@ class Tools:
             {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls
         ]
         return [
-            {"role": "assistant", "content": content or "", "tool_calls": asked},
+            {"role": "assistant", "content": content, "tool_calls": asked},
             *({"role": "tool", "content": answer[:longest]} for answer in answers),
         ]
 
@@ -161,9 +161,20 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
     return parser
 
 
+async def read_calls(parser: Any, ids: Sequence[int], schemas: Sequence[Any]) -> tuple[str, list[Any]]:
+    """An answer's text without its tool calls, and these. One on which verl's parser raises has none: what a model
+    writes must not end its rollout as if the engine had failed."""
+    try:
+        content, calls = await parser.extract_tool_calls(list(ids), list(schemas))
+        return content or "", calls
+    except Exception as error:
+        logger.warning("no tool call can be read in an answer: %s: %s", type(error).__name__, error)
+        return "", []
+
+
 def arguments_of(text: str) -> Any:
     """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, TypeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):  # no JSON, or an integer of more digits than Python reads
         return text

@@ -5,8 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_ext.integration.options import select
+from verl_ext.integration.options import option, select
 from verl_ext.integration.parts.base import Part
+from verl_ext.methods.options import Positive
+
+WAITING = (
+    "In trainer.v1.trainer_mode=colocate_async a model call that is under way waits while the trainer trains, "
+    "validates and saves, and that counts: call_timeout_s and time_limit_s of verl_ext.orchestra (agent_timeout_s of "
+    "verl_ext.gateway) must be longer than that takes, or all that is under way fails, with reward 0."
+)
 
 
 class AgentLoops(Part):
@@ -49,10 +56,22 @@ class AgentLoops(Part):
             from verl_ext.rollout.threads import read_threads
 
             read_threads(config)
-        return []
+        poll_interval_s(config)
+        return [WAITING] if waits(config) else []
 
     def replay_buffer(self, buffer: Any) -> Any:
-        poll = select(self.config.get("verl_ext"), "poll_interval_s")
+        poll = poll_interval_s(self.config)
         if poll is not None:
-            buffer.poll_interval = float(poll)
+            buffer.poll_interval = poll
         return buffer
+
+
+def poll_interval_s(config: Any) -> float | None:
+    """``verl_ext.poll_interval_s``, seconds; None for verl's own."""
+    return option(config, "poll_interval_s", Positive | None)
+
+
+def waits(config: Any) -> bool:
+    """Whether calls of agents wait, with a time limit, while the trainer has the GPUs."""
+    mode = select(select(config.get("trainer"), "v1"), "trainer_mode")
+    return mode == "colocate_async" and any(select(config.get("verl_ext"), one) for one in ("orchestra", "gateway"))

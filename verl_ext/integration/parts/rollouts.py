@@ -12,6 +12,9 @@ import numpy as np
 from verl_ext.integration.columns import ActiveBatch, BatchError
 from verl_ext.integration.parts.base import Part
 
+JUDGED = ("score", "acc", "em", "f1")
+"""Numbers of reward functions that say how right an answer is."""
+
 
 class Rollouts(Part):
     """Reports what the loops say of a batch, and refuses one of which nothing can be trained on."""
@@ -34,7 +37,8 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
             and ``stop_reason`` (str) are read where they are present.
 
     Returns:
-        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info``, but ``sandbox/<name>`` (sum) for a
+        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info`` (a trajectory that failed and was not
+        judged has 0 of `JUDGED`), but ``sandbox/<name>`` (sum) for a
         ``sandbox_<name>``; and, if the loops report failures at all, ``rollout/failed_trajectories`` and
         ``rollout/failures/<reason>`` (counts).
     """
@@ -46,6 +50,7 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
     numbers: dict[str, list[float]] = defaultdict(list)
     failures: dict[str, int] = defaultdict(int)
     reported = False
+    unjudged = 0
     for row in last.values():
         fields = extra_fields[row] or {}
         for name, value in (fields.get("reward_extra_info") or {}).items():
@@ -55,6 +60,10 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
             reported = True
             if fields["failure"]:
                 failures[fields["failure"]] += 1
+                unjudged += not any(name in (fields.get("reward_extra_info") or {}) for name in JUDGED)
+    for name in JUDGED:
+        if name in numbers:  # a trajectory that failed before it was judged has not been right
+            numbers[name] += [0.0] * unjudged
     out = {f"trajectory/{name}": float(np.mean(values)) for name, values in numbers.items()}
     for name in [name for name in numbers if name.startswith("sandbox_")]:
         del out[f"trajectory/{name}"]

@@ -65,6 +65,7 @@ class Updates(Part):
         super().__init__(config, trainer)
         self.asked = updates_per_batch(config)
         self.now = self.asked or 0
+        self._sampled: Any = None
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
@@ -75,15 +76,16 @@ class Updates(Part):
         return check(config)
 
     def on_sample(self, batch: Any) -> Any:
-        if self.asked is not None:
-            self.now = max(1, min(self.asked, sum(map(is_trained, batch.tags))))
-            if self.now < self.asked:
-                logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
+        self._sampled = batch
         return batch
 
     def row_multiple(self, multiple: int, ranks: int) -> int:
         if self.asked is None:
             return multiple
+        # By now the parts that take rows out have done so.
+        self.now = max(1, min(self.asked, sum(map(is_trained, self._sampled.tags))))
+        if self.now < self.asked:
+            logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:

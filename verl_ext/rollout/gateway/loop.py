@@ -38,7 +38,7 @@ from verl_ext.rollout.gateway.agent import (
 )
 from verl_ext.rollout.gateway.protocol import FIXED, SAMPLING, Answer, Asked, Refused
 from verl_ext.rollout.gateway.server import Session, gateway
-from verl_ext.rollout.orchestra import agents, core
+from verl_ext.rollout.orchestra import agents, core, prompts
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
@@ -47,7 +47,7 @@ from verl_ext.rollout.orchestra.settings import Lineup
 from verl_ext.rollout.per_config import once
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.threads import HeldThreads, threads
-from verl_ext.rollout.tools import linear_parser
+from verl_ext.rollout.tools import linear_parser, read_calls
 
 AGENT_NAME = "verl_ext_gateway"
 
@@ -204,11 +204,11 @@ class GatewayLoop(OrchestraLoop):
         if not asked.tools:
             return text, []
         parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", tokenizer)
-        content, found = await parser.extract_tool_calls(list(ids), _for_parser(asked.tools))
+        content, found = await read_calls(parser, ids, _for_parser(asked.tools))
         if not found:
             return text, []
         for token in tokenizer.all_special_tokens:
-            content = (content or "").replace(token, "")
+            content = content.replace(token, "")
         functions = [
             {"name": call.name, "arguments": call.arguments} for call in found[: 1 if asked.one_tool else None]
         ]
@@ -250,6 +250,8 @@ class GatewayLoop(OrchestraLoop):
                 raise OrchestraFailure(AGENT_ERROR, f"the model's chat template can't take them: {why}") from error
         voice = self.voices[agent.model]
         plain, limit = PlainText(voice.tokenizer), voice.prompt_length
+        if len(prompt) > prompts.CHARACTERS_A_TOKEN * limit:
+            raise OrchestraFailure(agents.OVERLONG, f"the prompt can't have rollout.prompt_length={limit} tokens only")
         ids = prompt if isinstance(prompt, list) else list(voice.tokenizer.encode(plain.text(prompt)))
         if len(ids) > limit:
             detail = f"the prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}"

@@ -26,6 +26,16 @@ SAMPLING: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
+#: What every engine takes of them, the ends included: of `top_k` whole numbers, of the others any.
+RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1e6),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 1e6),
+}
 #: Others that would change what is sampled, with the values that do not; they can be left out, but not used.
 FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -168,8 +178,11 @@ def _of(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 def _number(given: Mapping[str, Any], name: str) -> float | int:
     value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e6:
-        raise Refused(f"{name} is {value!r:.80}; it must be a number")
+    low, high = RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise Refused(f"{name} is {value!r:.80}; it must be a number from {low:g} to {high:g}")
+    if name == "top_k" and value != int(value):
+        raise Refused(f"top_k is {value}; it must be a whole number")
     return value
 
 
@@ -200,7 +213,7 @@ def _text(content: Any) -> str:
 
 def _message(given: Any) -> dict[str, Any]:
     """A message with what chat templates read of it."""
-    if not isinstance(given, dict) or given.get("role") not in ROLES:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str) or given["role"] not in ROLES:
         raise Refused(f"a message must have a role of {', '.join(ROLES)}, and content")
     message: dict[str, Any] = {"role": ROLES[given["role"]], "content": _text(given.get("content"))}
     if message["role"] == "assistant" and given.get("tool_calls"):

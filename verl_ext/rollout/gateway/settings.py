@@ -85,6 +85,8 @@ class GatewaySettings(Limits):
             )
         if self.cage == "required" and not self.command:
             raise ValueError("cage=required is for a command; a function runs in the worker. Give it as a command.")
+        if self.readable and self.cage == "none":
+            raise ValueError("readable is for a command in a cage; set cage=required, or leave it out.")
         for path in self.readable:
             if not Path(path).exists():
                 raise ValueError(f"readable names {path}, which is not there.")
@@ -159,6 +161,11 @@ def check(config: Any) -> None:
     settings = read(config)
     if settings.agent is not None:
         load(settings.agent)
+    if settings.sampling == "record" and (rho := select(config.get("dvp"), "rho")) is not None:
+        raise OptionError(
+            f"{WHERE}.sampling=record lets an agent sample as it likes, but with dvp.rho={rho:g} the sampler prunes as "
+            "the trainer does. Set it to refuse or ignore."
+        )
     if settings.cage == "required":
         try:
             program.check()

@@ -264,18 +264,18 @@ class Team:
         completion = await self._while_open(self.engine.complete(agent, messages))
         if not completion.tokens:
             self.count(EMPTY)
-        value = read_answer(agent, completion.text)
         reply = Reply(
             agent=agent.name,
             text=completion.text,
-            value=value,
             tokens=completion.tokens,
             truncated=completion.truncated,
-            valid=value is not None and bool(completion.tokens),
+            valid=False,
             observation=messages[-1].get("content", ""),
         )
         call = Call(agent, place, completion, reply)
-        self.finished.append(call)
+        self.finished.append(call)  # a row, also if the reader raises on what the model wrote
+        reply.value = read_answer(agent, completion.text)
+        reply.valid = reply.value is not None and bool(completion.tokens)
         return call
 
     async def _while_open(self, work: Awaitable[Any]) -> Any:

@@ -26,6 +26,7 @@ trajectories of a process has failed is taken for a mistake (in it, the reward f
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -161,7 +162,8 @@ class OrchestraLoop(AgentLoopBase):
             done, _ = await asyncio.wait({work}, timeout=self.settings.time_limit_s)
             if not done:
                 work.cancel()
-                await asyncio.wait({work}, timeout=10.0)  # an orchestration that will not be cancelled is left behind
+                await asyncio.wait({work}, timeout=10.0)
+                await team.close()  # an orchestration that will not be cancelled is left behind, and can ask no more
                 return Result(0.0), agents.TIME_LIMIT, f"no end within {self.settings.time_limit_s} s"
             return work.result(), "", ""
         except OrchestraFailure as error:
@@ -210,9 +212,10 @@ class OrchestraLoop(AgentLoopBase):
             raise self._late(agent) from None
         ids = call.response_ids
         text = await rows.decode(voice, ids)
-        end = agent.ends(text) if agent.ends else None
+        end = self._end(agent, text)
         if end is not None:
-            size = await threads(self.config, "decoding").run(_fewest, voice.tokenizer, ids, agent.ends)
+            over = functools.partial(self._end, agent)
+            size = await threads(self.config, "decoding").run(_fewest, voice.tokenizer, ids, over)
             call.response_ids = ids = ids[:size]
             call.response_logprobs = None if call.response_logprobs is None else call.response_logprobs[:size]
             text = text[:end]
@@ -235,8 +238,18 @@ class OrchestraLoop(AgentLoopBase):
             raise self._late(agent) from None
         except endpoints.EndpointFailed as error:
             raise OrchestraFailure(agents.ENDPOINT_ERROR, f"agent {agent.name}: {error}") from None
-        end = agent.ends(answer.text) if agent.ends else None
+        end = self._end(agent, answer.text)
         return Completion([], answer.text[:end], end is None and answer.truncated, outside=answer.tokens)
+
+    def _end(self, agent: Agent, text: str) -> int | None:
+        """What `agent.ends` says of a text. If it raises, that is counted and the answer stays as it is."""
+        try:
+            return agent.ends(text) if agent.ends else None
+        except Exception as error:
+            logger.warning("agent %s: `ends` raised %s: %s", agent.name, type(error).__name__, error)
+            if self._team is not None:
+                self._team.count(agents.ERROR)
+            return None
 
     def _late(self, agent: Agent) -> OrchestraFailure:
         limit = self.settings.call_timeout_s
@@ -270,9 +283,14 @@ class OrchestraLoop(AgentLoopBase):
     def _prompt(self, agent: Agent, messages: list[dict[str, Any]]) -> tuple[list[int], int, int]:
         """Tokens of a prompt that fits, how many were taken off for it, and how many control tokens were split."""
         voice, schemas = self.voices[agent.model], self._schemas(agent)
-        shortened, plain = False, PlainText(voice.tokenizer)
-        if self.settings.overlong_prompt == "shorten":
-            messages, shortened = prompts.bound(messages, voice.prompt_length)
+        plain = PlainText(voice.tokenizer)
+        messages, shortened = prompts.bound(messages, voice.prompt_length)
+        if shortened and self.settings.overlong_prompt != "shorten":
+            raise OrchestraFailure(
+                agents.OVERLONG,
+                f"a message to agent {agent.name} is of a length that rollout.prompt_length={voice.prompt_length} "
+                f"tokens can't have (at {prompts.CHARACTERS_A_TOKEN} characters each)",
+            )
         # What the data says is the user's own; all else may quote a model, a tool or a passage.
         messages = [message if message in self._data else plain.message(message) for message in messages]
 
@@ -367,7 +385,7 @@ class OrchestraLoop(AgentLoopBase):
     ) -> dict[str, float]:
         """``reward_extra_info``: what verl reports of a trajectory in validation."""
         info: dict[str, float] = {
-            **result.info,
+            **{name: value for name, value in result.info.items() if name != "reward"},  # verl's name of the score
             "failed": float(bool(failure)),
             "calls": float(len(calls)),
             "prompts_cut": float(sum(call.completion.prompt_tokens_cut > 0 for call in calls)),

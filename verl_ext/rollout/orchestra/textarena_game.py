@@ -21,7 +21,7 @@ from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row
 from verl_ext.rollout.environments.protocol import EnvironmentFault
 from verl_ext.rollout.environments.runner import Session, open_session
-from verl_ext.rollout.orchestra.agents import MAX_CALLS, OrchestraFailure
+from verl_ext.rollout.orchestra.agents import MAX_CALLS, OVERLONG, OrchestraFailure
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.step_wise import Action, parse_action
@@ -84,7 +84,7 @@ async def textarena_game(
             try:
                 reply = await players[mover](talk)
             except OrchestraFailure as failure:
-                if failure.reason != MAX_CALLS:
+                if failure.reason not in (MAX_CALLS, OVERLONG):
                     raise
                 task.count(failure)
                 break

@@ -15,19 +15,19 @@ import pytest
 
 from verl_ext import cli
 from verl_ext.bench import rollouts
-from verl_ext.bench.rollouts import Call, Cost
+from verl_ext.bench.rollouts import Cost
 
 
 def test_plan_is_seeded_and_within_its_bounds() -> None:
     calls = rollouts.plan(200, seed=3)
     assert calls == rollouts.plan(200, seed=3) != rollouts.plan(200, seed=4)
-    lengths = [length for call in calls for length in call.lengths]
+    lengths = [length for call in calls for length in call]
     assert min(lengths) >= 4 and max(lengths) == rollouts.LONGEST
-    assert {len(call.lengths) for call in calls} == set(range(1, rollouts.MAX_TURNS + 1))
+    assert {len(call) for call in calls} == set(range(1, rollouts.MAX_TURNS + 1))
 
 
 def test_steps_and_the_bound_by_hand() -> None:
-    calls = [Call((10, 1)), Call((1, 10)), Call((5,))]
+    calls = [(10, 1), (1, 10), (5,)]
     assert rollouts.steps(calls) == (11, 20)  # the longest trajectory; 10 and then 10
     assert rollouts.expected_ratio(calls, Cost(fixed=1.0, per_row=0.0)) == pytest.approx(11 / 20)
     assert rollouts.expected_ratio(calls, Cost(fixed=0.0, per_row=1.0)) == 1.0
@@ -83,11 +83,11 @@ def test_both_schedules_make_the_same_calls_in_as_many_steps_as_computed(seed: i
 
     (alone, own), (together, lock) = asyncio.run(ticks(False)), asyncio.run(ticks(True))
     assert (alone, together) == rollouts.steps(calls) and own == lock
-    assert len(own) == sum(len(call.lengths) for call in calls)
+    assert len(own) == sum(len(call) for call in calls)
     first = [call for call in own if call[0] == "0"]  # prompts grow by the response and an observation
     prompts = sorted(prompt for _, prompt, _ in first)
     expected, at = [], rollouts.PROMPT_TOKENS
-    for length in calls[0].lengths:
+    for length in calls[0]:
         expected.append(at)
         at += length + rollouts.OBSERVATION_TOKENS
     assert prompts == expected
@@ -98,7 +98,7 @@ def test_costs_are_told_apart() -> None:
 
     class Timed(rollouts.Caller):
         async def run(self, calls: Any, lock_step: bool) -> float:
-            (length,) = calls[0].lengths
+            (length,) = calls[0]
             return 5e-3 * len(calls) + length * (2e-3 + 5e-4 * len(calls))
 
     cost = asyncio.run(Timed(None, 10).cost(64, repeats=1))
@@ -111,7 +111,7 @@ def test_a_server_that_gives_other_lengths_is_refused() -> None:
             return SimpleNamespace(token_ids=[1, 2])
 
     with pytest.raises(RuntimeError, match="asked for 5 tokens, the rollout server gave 2"):
-        asyncio.run(rollouts.Caller(Short(), 10).run([Call((5,))], lock_step=False))
+        asyncio.run(rollouts.Caller(Short(), 10).run([(5,)], lock_step=False))
 
 
 def test_what_cannot_be_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,11 +155,11 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
-    from verl_ext import demo
+    from verl_ext.demo import prepare as made
 
     if args.what == "reasoning_gym":
         return _write_reasoning_gym(args)
-    prepare = getattr(demo, f"prepare_{args.what}")
+    prepare = getattr(made, f"prepare_{args.what}")
     try:
         assets = prepare(args.out, seed=args.seed, force=args.force)
     except (ImportError, FileExistsError) as error:
@@ -192,6 +192,8 @@ def _write_reasoning_gym(args: argparse.Namespace) -> int:
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    from verl_ext.demo.tasks import TASKS
+
     parser.add_argument(
         "--recipe",
         action="append",
@@ -201,10 +203,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=(
-            *("sums", "chain_sum", "lake", "wide_lake", "second_try", "search_team", "fuse"),
-            *("chain", "chain_ends", "chain_tail"),
-        ),
+        choices=tuple(TASKS),
         default=None,
         help="what to train on "
         "(default: lake for hgpo and gigpo, second_try for dr_mas, fuse for dr_kernel, else sums)",
@@ -278,25 +277,13 @@ def _run_environments(args: argparse.Namespace) -> int:
     return list_environments(args)
 
 
-def _play_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.rollout.play import play_arguments
+def _room(name: str, text: str, module: str = "", extras: bool = False) -> Command:
+    """A subcommand whose module (default: `command` in the room of its name) has its arguments and what runs it."""
 
-    play_arguments(parser)
+    def load() -> Any:
+        return importlib.import_module(f"verl_ext.{module or f'{name}.command'}")
 
-
-def _run_play(args: argparse.Namespace) -> int:
-    from verl_ext.rollout.play import play
-
-    return play(args)
-
-
-def _room(name: str, text: str, room: str = "", extras: bool = False) -> Command:
-    """A subcommand whose room of the package (default: of its name) has its arguments and what runs it."""
-
-    def module() -> Any:
-        return importlib.import_module(f"verl_ext.{room or name}.command")
-
-    return Command(name, text, lambda parser: module().arguments(parser), lambda args: module().run(args), extras)
+    return Command(name, text, lambda parser: load().arguments(parser), lambda args: load().run(args), extras)
 
 
 COMMANDS = (
@@ -309,10 +296,10 @@ COMMANDS = (
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
     _room("reproduce", "the tables of the papers: what they are, run them, collect them", extras=True),
     Command("environments", "environments that are here, and what others need", _no_arguments, _run_environments),
-    Command("play", "play an environment in the terminal, as a model sees it", _play_arguments, _run_play),
-    _room("rollouts", "read the rollouts of a run, as text or in a browser", room="transcripts"),
+    _room("play", "play an environment in the terminal, as a model sees it", "rollout.play"),
+    _room("rollouts", "read the rollouts of a run, as text or in a browser", "transcripts.command"),
     _room("whatif", "what other estimators would have done with the recorded batches of a run"),
-    _room("plan-models", "what several models ask of a GPU", room="integration.models", extras=True),
+    _room("plan-models", "what several models ask of a GPU", "integration.models.command", extras=True),
     _room("report", "compare runs: one page of curves, and pictures"),
     _room("kernels", "kernels that a model writes: judge one, try the judge, measure it"),
     _room("sandbox", "what keeps code of models in here, and attempts to get out"),

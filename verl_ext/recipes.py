@@ -249,8 +249,8 @@ def _read_header(name: str, path: Path, text: str) -> Recipe:
     return Recipe(name, path, fields["summary"], fields["paper"], fields["kind"], "\n".join(description).strip())
 
 
-def documented_keys(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Keys that a recipe file states, with the comment at each: the block right above it, or at the line's end.
+def documented_keys(*paths: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Keys that recipe files state, with the comment at each: the block right above it, or at the line's end.
 
     Returns:
         Two mappings from dotted key to comment (empty where there is none): the leaves, in the file's order, and the
@@ -258,7 +258,7 @@ def documented_keys(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """
     leaves: dict[str, str] = {}
     sections: dict[str, str] = {}
-    for file in _with_defaults(path, set()):
+    for file in (file for path in paths for file in _with_defaults(path, set())):
         for key, is_leaf, doc in _walk(file):
             target = leaves if is_leaf else sections
             target[key] = doc or target.get(key, "")
@@ -388,13 +388,7 @@ def compare(names: Sequence[str]) -> Comparison:
         UnknownRecipeError: a name is not known.
         RecipeError: Hydra cannot compose the result.
     """
-    leaves: dict[str, str] = {}
-    sections: dict[str, str] = {}
-    for name in names:
-        own_leaves, own_sections = documented_keys(find_recipe(name).path)
-        for target, source in ((leaves, own_leaves), (sections, own_sections)):
-            for key, doc in source.items():
-                target[key] = doc or target.get(key, "")
+    leaves, sections = documented_keys(*(find_recipe(name).path for name in names))
     before, after = dict(leaves_of(_without_recipes())), dict(leaves_of(compose(names)))
     order = {key: place for place, key in enumerate(leaves)}
     keys = sorted({*before, *after}, key=lambda key: (order.get(key, len(order)), key))

@@ -138,7 +138,7 @@ def model_logits(prompts: int, tokens: int, seed: int) -> Iterator[tuple[torch.T
     import pandas
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from verl_ext.demo import prepare_smollm2
+    from verl_ext.demo.prepare import prepare_smollm2
 
     assets = prepare_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(assets.model_path)

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo import prepare_chain
 from verl_ext.demo.chain import chain, compute_score, count_right, lesson, make_tokenizer, measure
 from verl_ext.demo.model import Codec
+from verl_ext.demo.prepare import prepare_chain
 from verl_ext.demo.recipes import ChainRecipe, samples_recipe, tail_recipe
 
 RECIPES = {"chain": ChainRecipe(), "ends": samples_recipe(), "tail": tail_recipe()}

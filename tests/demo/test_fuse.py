@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo import prepare_fuse
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.fuse import RESPONSE_LENGTH, conversation, program, train_tokenizer
 from verl_ext.demo.model import Codec, sample
+from verl_ext.demo.prepare import prepare_fuse
 from verl_ext.demo.recipes import FuseRecipe
 from verl_ext.kernels.languages import CandidateError, read
 from verl_ext.kernels.loop import AGENT_NAME

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo import prepare_lake
 from verl_ext.demo.assets import DemoAssets
 from verl_ext.demo.lake import (
     WORDS,
@@ -25,6 +24,7 @@ from verl_ext.demo.lake import (
     uniform,
 )
 from verl_ext.demo.model import Codec
+from verl_ext.demo.prepare import prepare_lake
 from verl_ext.demo.recipes import LakeRecipe
 from verl_ext.rollout.environments.protocol import Observation
 

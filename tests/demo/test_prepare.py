@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo import home, prepare_demo
+from verl_ext.cache import home
 from verl_ext.demo.assets import MANIFEST, DemoAssets
 from verl_ext.demo.data import generate, is_held_out
+from verl_ext.demo.prepare import prepare_demo
 from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
@@ -201,4 +202,3 @@ def test_manifest_tells_how_it_was_made(assets: DemoAssets) -> None:
     manifest = json.loads((Path(assets.folder) / MANIFEST).read_text())
     assert manifest["recipe"]["seed"] == 3
     assert set(assets.measured) >= {"first_turn_success", "success", "valid_answers", "steps"}
-    assert assets.model_path in str(assets)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_ext.demo import prepare_smollm2
 from verl_ext.demo.model import train_tokenizer
+from verl_ext.demo.prepare import prepare_smollm2
 from verl_ext.demo.smollm2 import find_gguf, mend_tokenizer
 
 

@@ -12,7 +12,7 @@ import pytest
 from harness import Lab
 from test_main_job import finite
 
-from verl_ext.demo import prepare_search_team
+from verl_ext.demo.prepare import prepare_search_team
 from verl_ext.demo.recipes import SearchTeamRecipe
 from verl_ext.demo.search_team import CITIES, HILLS, question
 from verl_ext.rewards.qa import exact_match

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -42,12 +43,6 @@ COST_TOKENS = (16, 80)
 """Lengths of the responses whose difference in time is the cost of decoding."""
 
 
-class Call(NamedTuple):
-    """One trajectory: its response lengths, turn by turn."""
-
-    lengths: tuple[int, ...]
-
-
 class Cost(NamedTuple):
     """Seconds of a decoding step, ``fixed + per_row * rows``, and of a call, where many are made at once."""
 
@@ -56,7 +51,7 @@ class Cost(NamedTuple):
     call: float = 0.0
 
 
-def plan(trajectories: int, seed: int) -> list[Call]:
+def plan(trajectories: int, seed: int) -> list[tuple[int, ...]]:
     """Trajectories of 1 to `MAX_TURNS` turns; response lengths with the long tail that they have in training.
 
     Args:
@@ -65,21 +60,14 @@ def plan(trajectories: int, seed: int) -> list[Call]:
     """
     chance = random.Random(seed)
     return [
-        Call(
-            tuple(
-                min(LONGEST, max(4, round(chance.lognormvariate(3.3, 0.9))))
-                for _ in range(chance.randint(1, MAX_TURNS))
-            )
-        )
+        tuple(min(LONGEST, max(4, round(chance.lognormvariate(3.3, 0.9)))) for _ in range(chance.randint(1, MAX_TURNS)))
         for _ in range(trajectories)
     ]
 
 
-def steps(calls: Sequence[Call]) -> tuple[int, int]:
+def steps(calls: Sequence[tuple[int, ...]]) -> tuple[int, int]:
     """Decoding steps of the two schedules, on their own and in lock step, if all rows decode together."""
-    alone = max(sum(call.lengths) for call in calls)
-    turns = range(max(len(call.lengths) for call in calls))
-    return alone, sum(max(call.lengths[turn] for call in calls if turn < len(call.lengths)) for turn in turns)
+    return max(map(sum, calls)), sum(max(turn) for turn in itertools.zip_longest(*calls, fillvalue=0))
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Cost:
@@ -89,9 +77,9 @@ def fit(points: Sequence[tuple[int, float]]) -> Cost:
     return Cost(fixed=max(0.0, statistics.fmean(seconds) - slope * statistics.fmean(rows)), per_row=slope)
 
 
-def expected_ratio(calls: Sequence[Call], cost: Cost) -> float:
+def expected_ratio(calls: Sequence[tuple[int, ...]], cost: Cost) -> float:
     """Ratio of the wall times if calls and decoding steps were all that takes time."""
-    same = cost.per_row * sum(sum(call.lengths) for call in calls) + cost.call * sum(len(c.lengths) for c in calls)
+    same = cost.per_row * sum(map(sum, calls)) + cost.call * sum(map(len, calls))
     alone, lock_step = (cost.fixed * count + same for count in steps(calls))
     return alone / lock_step
 
@@ -190,29 +178,24 @@ class Caller:
     def _words(self, chance: random.Random, count: int) -> list[int]:
         return [chance.randrange(self.vocabulary) for _ in range(count)]
 
-    async def turn(self, prompt: list[int], length: int, name: str, chance: random.Random) -> list[int]:
-        """One call, and the next prompt: this one, the response, an observation."""
-        response = await self.answer(prompt, length, name)
-        return prompt + response + self._words(chance, OBSERVATION_TOKENS)
-
-    async def run(self, calls: Sequence[Call], lock_step: bool) -> float:
+    async def run(self, calls: Sequence[tuple[int, ...]], lock_step: bool) -> float:
         """Seconds of all trajectories."""
         self.runs += 1
         chances = [random.Random(f"{self.runs}/{number}") for number in range(len(calls))]
         prompts = [self._words(chance, PROMPT_TOKENS) for chance in chances]
 
         async def one(number: int, turn: int) -> None:
-            name = f"{self.runs}-{number}"
-            prompts[number] = await self.turn(prompts[number], calls[number].lengths[turn], name, chances[number])
+            response = await self.answer(prompts[number], calls[number][turn], f"{self.runs}-{number}")
+            prompts[number] = prompts[number] + response + self._words(chances[number], OBSERVATION_TOKENS)
 
         async def alone(number: int) -> None:
-            for turn in range(len(calls[number].lengths)):
+            for turn in range(len(calls[number])):
                 await one(number, turn)
 
         begin = time.perf_counter()
         if lock_step:
             for turn in range(MAX_TURNS):
-                live = [number for number, call in enumerate(calls) if turn < len(call.lengths)]
+                live = [number for number, call in enumerate(calls) if turn < len(call)]
                 await asyncio.gather(*(one(number, turn) for number in live))
         else:
             await asyncio.gather(*(alone(number) for number in range(len(calls))))
@@ -224,7 +207,7 @@ class Caller:
         best = {(rows, length): float("inf") for rows in sizes for length in COST_TOKENS}
         for _ in range(repeats):
             for rows, length in best:
-                seconds = await self.run([Call((length,))] * rows, lock_step=True)
+                seconds = await self.run([(length,)] * rows, lock_step=True)
                 best[rows, length] = min(best[rows, length], seconds)
         short, long = COST_TOKENS
         step = {rows: max(0.0, best[rows, long] - best[rows, short]) / (long - short) for rows in sizes}
@@ -232,7 +215,7 @@ class Caller:
         return cost._replace(call=max(0.0, best[most, short] - short * step[most]) / most)
 
 
-async def measure(caller: Caller, calls: Sequence[Call], pairs: int) -> dict[str, Any]:
+async def measure(caller: Caller, calls: Sequence[tuple[int, ...]], pairs: int) -> dict[str, Any]:
     """Both schedules, alternating, after one of each that is not counted; and the cost of a step."""
     for lock_step in (False, True):
         await caller.run(calls, lock_step)
@@ -241,7 +224,7 @@ async def measure(caller: Caller, calls: Sequence[Call], pairs: int) -> dict[str
         for lock_step in (False, True) if pair % 2 == 0 else (True, False):
             seconds[lock_step].append(await caller.run(calls, lock_step))
     cost = await caller.cost(len(calls), repeats=min(pairs, 3))
-    tokens = sum(sum(call.lengths) for call in calls)
+    tokens = sum(map(sum, calls))
     alone, together = steps(calls)
     return {
         "wall_vs_lock_step": statistics.median(a / b for a, b in zip(seconds[False], seconds[True], strict=True)),
@@ -249,7 +232,7 @@ async def measure(caller: Caller, calls: Sequence[Call], pairs: int) -> dict[str
         "seconds": statistics.median(seconds[False]),
         "lock_step_seconds": statistics.median(seconds[True]),
         "trajectories": len(calls),
-        "calls": sum(len(call.lengths) for call in calls),
+        "calls": sum(map(len, calls)),
         "tokens": tokens,
         "steps_vs_lock_step": alone / together,
         "rows_per_step": tokens / alone,

@@ -54,15 +54,7 @@ class DemoAssets:
     prompt_length: int  # tokens that suffice for the longest conversation
     response_length: int  # and for one turn's answer
     measured: dict[str, Any] = field(default_factory=dict)  # while preparing, e.g. the success rate after the warm-up
-    seconds: float = 0.0  # time it took to prepare
     cached: bool = False  # it was there already
-
-    def __str__(self) -> str:
-        lines = [f"model: {self.model_path}", f"train: {self.train_file}", f"val:   {self.val_file}"]
-        if self.measured:
-            lines.append("measured: " + ", ".join(f"{k} {v}" for k, v in self.measured.items()))
-        lines.append("found in the cache" if self.cached else f"made in {self.seconds:.1f} s")
-        return "\n".join(lines)
 
 
 def say(line: str) -> None:
@@ -178,6 +170,5 @@ def _read(folder: Path, described: dict[str, Any]) -> DemoAssets | None:
         prompt_length=manifest["prompt_length"],
         response_length=manifest["response_length"],
         measured=manifest["measured"],
-        seconds=manifest["seconds"],
         cached=True,
     )

@@ -25,7 +25,7 @@ from typing import Any
 import pandas
 
 from verl_ext.demo.curve import column, draw, read_metrics
-from verl_ext.demo.tasks import DemoError, DemoTask, choose, overrides
+from verl_ext.demo.tasks import DemoTask, choose, overrides
 from verl_ext.whatif.command import last_batches
 
 
@@ -38,14 +38,13 @@ def main(args: Any) -> int:
             Hydra overrides, applied last).
 
     Returns:
-        Exit code: 0, 2 for a task that cannot be chosen, 130 after Ctrl-C, else that of the trainer.
+        Exit code: 0, 130 after Ctrl-C, else that of the trainer.
+
+    Raises:
+        UsageError: the recipes are made for different tasks.
     """
     recipes = [name for name in args.recipe if name != "cpu"]
-    try:
-        task = choose(recipes, getattr(args, "task", None))
-    except DemoError as error:
-        print(f"verl-ext demo: {error}", file=sys.stderr)
-        return 2
+    task = choose(recipes, args.task)
     steps = task.settings.steps if args.steps is None else args.steps
     out = Path(args.out).absolute()
     last = [f"verl_ext.record_dir={out / 'records'}", "verl_ext.record_steps=4"]
@@ -116,11 +115,6 @@ def references(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: height for name, height in lines.items() if math.isfinite(height)}
 
 
-def _short(command: Sequence[str]) -> str:
-    """The command as a person would type it."""
-    return " ".join(["python", *(shlex.quote(word) for word in command[1:])])
-
-
 def start_trainer(words: Sequence[str], out: Path, steps: int | None) -> int:
     """Run verl's trainer in a folder: writes ``command.txt``, ``log.txt``, ``metrics.jsonl`` and ``config.yaml``.
 
@@ -134,7 +128,7 @@ def start_trainer(words: Sequence[str], out: Path, steps: int | None) -> int:
     """
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     environment = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
-    shown = " ".join([f"{key}={shlex.quote(value)}" for key, value in environment.items()] + [_short(command)])
+    shown = f"VERL_FILE_LOGGER_PATH={shlex.quote(str(out / 'metrics.jsonl'))} {shlex.join(['python', *command[1:]])}"
     (out / "command.txt").write_text(shown + "\n", encoding="utf-8")
     print(f"\n{shown}\n", flush=True)
     code = train(command, environment, out, steps)

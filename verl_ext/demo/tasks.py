@@ -29,13 +29,10 @@ from verl_ext.demo.recipes import (
     tail_recipe,
     wide_lake_recipe,
 )
+from verl_ext.overrides import UsageError
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
 TURNS = WarmupRecipe().max_turns
-
-
-class DemoError(ValueError):
-    """A task that is not there, or recipes that do not say which one."""
 
 
 @dataclass(frozen=True)
@@ -233,16 +230,14 @@ def choose(recipes: Sequence[str], name: str | None = None) -> DemoTask:
         name: of the task; None: the one that the recipes are made for, else sums.
 
     Raises:
-        DemoError: no such task, or recipes made for different tasks.
+        UsageError: the recipes are made for different tasks.
     """
     if name is not None:
-        if name not in TASKS:
-            raise DemoError(f"no demo task is called {name!r}; --task takes {', '.join(TASKS)}")
         return TASKS[name]
     own = {recipe: task for recipe in recipes for task in TASKS.values() if recipe in task.recipes}
     if len({task.name for task in own.values()}) > 1:
         said = ", ".join(f"{recipe} is shown on {task.name}" for recipe, task in own.items())
-        raise DemoError(f"{said}; say which one with --task")
+        raise UsageError(f"{said}; say which one with --task")
     return next(iter(own.values()), SUMS)
 
 

@@ -31,7 +31,7 @@ def list_environments(args: argparse.Namespace) -> int:
     return 0
 
 
-def play_arguments(parser: argparse.ArgumentParser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``play``."""
     parser.add_argument("name", help="name or import path module:Class")
     parser.add_argument("--kwargs", default="{}", help="arguments of the environment's class, a JSON object")
@@ -41,7 +41,7 @@ def play_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", type=int, default=DEFAULT_HISTORY, help="past steps shown (default: %(default)s)")
 
 
-def play(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Play an episode in the terminal. Each line typed is the model's whole answer; without tags it is the action."""
     try:
         kwargs = json.loads(args.kwargs)

@@ -249,11 +249,11 @@ def test_a_record_without_a_column(tmp_path: Path) -> None:
 
 def test_a_missing_data_set_says_both_ways(tmp_path: Path) -> None:
     message = fails(find_source("minerva_math.plain"), tmp_path / "out", tmp_path)
-    assert message.startswith(f"minerva_math.plain (Minerva mathematics) is not in {tmp_path}: looked for ")
+    assert message.startswith(f"minerva_math.plain (Minerva mathematics) is not in {tmp_path}. With a network: ")
     assert "minerva_math.parquet" in message and "minervamath/test.jsonl" in message
     assert "With a network: verl-ext reproduce prepare dr_mas/math --only minerva_math.plain." in message
     assert "--from FOLDER" in message
-    assert "there is no such folder" in fails(find_source("aime24"), tmp_path / "out", tmp_path / "none")
+    assert f"is not in {tmp_path / 'none'}." in fails(find_source("aime24"), tmp_path / "out", tmp_path / "none")
     assert "not fetched from a hub. Get it with" in fails(find_source("wiki18"), tmp_path / "out", None)
 
 
@@ -372,6 +372,8 @@ def test_the_command_takes_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(list(tmp_path.glob("*.parquet"))) == 2
     assert cli(["reproduce", "prepare", "hgpo", "--only", "alfword_in", *where]) == 1
     assert "'alfword_in' is not a data set of hgpo/alfworld; did you mean 'alfworld_in'?" in capsys.readouterr().err
+    assert cli(["reproduce", "prepare", "hgpo", "--from", str(tmp_path / "raw"), *where]) == 1
+    assert f"--from {tmp_path / 'raw'}: there is no such folder" in capsys.readouterr().err
     write(tmp_path / "raw" / "wiki-18.jsonl", [{"id": 1, "contents": "x"}])
     assert (
         cli(["reproduce", "prepare", "dr_mas/search", "--only", "wiki18", "--from", str(tmp_path / "raw"), *where]) == 0

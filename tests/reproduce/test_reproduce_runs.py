@@ -111,7 +111,7 @@ def test_cost_in_words() -> None:
     assert one.startswith("1 cell x 1 seed,") and "about 4 minutes" in one
     mas = find_table("dr_mas").full
     assert "38 hours a cell and seed (abstract-or-blog" in plan.cost(mas, list(mas.cells.values()), mas.seeds)
-    assert plan.gpu_hours(mas, list(mas.cells.values()), (0, 1, 2)) == 38 * 4 * len(mas.cells) * 3
+    assert f"; {38 * 4 * len(mas.cells) * 3} GPU-hours in all" in plan.cost(mas, list(mas.cells.values()), (0, 1, 2))
     assert "not stated" in plan.cost(OTB.full, [OTB.full.cells["otb_n4"]], (0,))
 
 
@@ -127,13 +127,18 @@ def test_a_run_begins_goes_on_and_is_complete(tmp_path: Path) -> None:
     assert {"verl_ext", "verl", "torch"} <= set(record["versions"])
     assert record["settings"] == plan.settings(OTB, LAPTOP, CELL)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
-    assert (run.cell, run.seed, run.steps, run.complete, run.problems) == ("otb_n4", 0, 0, False, [])
+    assert (run.cell, run.seed, run.record["state"], run.problems) == ("otb_n4", 0, runs.STARTED, [])
     log(folder, 0, 1)
     assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=2, extra=[], out=tmp_path)[1]
     log(folder, 2)
     runs.end(folder, runs.COMPLETE, 0, 1.5)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
-    assert run.complete and run.steps == 2 and run.problems == [] and run.record["versions"] == record["versions"]
+    assert (
+        run.record["state"] == runs.COMPLETE
+        and runs.steps_of(run.path) == 2
+        and run.problems == []
+        and run.record["versions"] == record["versions"]
+    )
     examine = dict(extra=[], out=tmp_path)
     assert runs.examine(OTB, LAPTOP, CELL, 0, steps=2, **examine)[1]
     assert runs.examine(OTB, LAPTOP, CELL, 0, steps=1, **examine)[1], "a longer run is one of fewer steps as well"
@@ -155,7 +160,7 @@ def test_other_settings_in_the_folder_are_refused_by_name(tmp_path: Path) -> Non
     changed = dataclasses.replace(OTB, laptop=dataclasses.replace(LAPTOP, cells={**LAPTOP.cells, "otb_n4": other}))
     assert changed.laptop is not None
     (run,) = runs.find_runs(tmp_path, changed, changed.laptop)
-    assert run.complete and "was 4, is 8" in run.problems[0]
+    assert run.record["state"] == runs.COMPLETE and "was 4, is 8" in run.problems[0]
 
 
 def test_a_folder_of_another_table_is_refused(tmp_path: Path) -> None:
@@ -178,7 +183,7 @@ def test_a_folder_that_is_no_run_or_broken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(runs.RunError, match="cell.json cannot be read"):
         begin(tmp_path)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
-    assert run.problems and not run.complete and run.steps == 1
+    assert run.problems and not run.record and runs.steps_of(run.path) == 1
     assert runs.find_runs(tmp_path / "nowhere", OTB, LAPTOP) == []
 
 
@@ -397,7 +402,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
     assert run_here(Request(OTB, LAPTOP, [CELL], (0,), steps=2, out=tmp_path, collect=False)) == 0
     assert "was at step 2, goes on" in capsys.readouterr().out
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
-    assert run.complete
+    assert run.record["state"] == runs.COMPLETE
 
 
 def test_runs_that_fail_are_named_and_the_rest_is_run_and_collected(

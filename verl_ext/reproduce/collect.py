@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import pandas
 
+from verl_ext.overrides import Failure
 from verl_ext.report.logs import LogError, natural_order, read_run
 from verl_ext.reproduce import noise
 from verl_ext.reproduce.catalogue import scale_of
@@ -53,8 +54,8 @@ UNKNOWN = "one seed: noise unknown"
 NOT_REACHED = "not reached"
 
 
-class CollectError(ValueError):
-    """There is nothing to make a table of; the message says which command makes it."""
+class CollectError(Failure):
+    """A table or a run cannot be used; the message says why, and which command makes it."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +170,6 @@ class Notes:
         return said
 
 
-class _LeftOut(ValueError):
-    """A run that cannot be used; the message says why."""
-
-
 def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     """Complete runs of the table; all others are noted."""
     found = []
@@ -180,7 +177,7 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
         said: list[str] = []
         try:
             found.append((_read(folder, table, scale, said.append), not folder.problems))
-        except _LeftOut as error:
+        except CollectError as error:
             said.append(f"left out: {error}")
         for text in said:  # before which the run's name stands
             text = text.replace(f"{folder.path}/", "").replace(str(folder.path), "the folder")
@@ -206,25 +203,25 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
 def _read(folder: RunFolder, table: Table, scale: Scale, note: Say) -> Run:
     record = folder.record
     if folder.cell not in scale.cells:
-        raise _LeftOut(f"{table.name} has no such cell at {scale.name} scale")
+        raise CollectError(f"{table.name} has no such cell at {scale.name} scale")
     for problem in folder.problems:
         note(problem)
     if any(record.get(key) != value for key, value in identity(table, scale, folder.cell, folder.seed).items()):
-        raise _LeftOut("it is not known as a run of this cell and seed")
+        raise CollectError("it is not known as a run of this cell and seed")
     complete = record.get("state") == COMPLETE
     try:
         log = read_run(folder.path, anew=True)
     except LogError as error:
-        raise _LeftOut(str(error) if complete else "no step is logged yet") from error
+        raise CollectError(str(error) if complete else "no step is logged yet") from error
     for problem in log.problems:
         note(problem)
     planned = record.get("steps") or scale.steps
     run = Run(folder.cell, folder.seed, folder.path, log.curves, planned, record, scale.data.get("val", ()))
     reached = f"step {run.end}{f' of {planned}' if planned else ''}"
     if not complete:
-        raise _LeftOut(f"not complete ({record.get('state')}, at {reached}); the run command goes on with it")
+        raise CollectError(f"not complete ({record.get('state')}, at {reached}); the run command goes on with it")
     if planned and 2 * run.end < planned:
-        raise _LeftOut(f"its metrics end at {reached}, before the half of them")
+        raise CollectError(f"its metrics end at {reached}, before the half of them")
     if planned and run.end < planned:
         note(f"its metrics end at {reached}")
     if scale.steps and planned and planned != scale.steps:

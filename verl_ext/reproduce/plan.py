@@ -187,13 +187,6 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     ]
 
 
-def gpu_hours(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int]) -> float | None:
-    """GPU-hours of cells and seeds at full scale; None where the hours of a cell are not known."""
-    if scale.hardware is None or scale.hours is None or scale.hours.value is None:
-        return None
-    return scale.hours.value * scale.hardware.nodes * scale.hardware.gpus_per_node * len(cells) * len(seeds)
-
-
 def number(count: int, what: str) -> str:
     """``1 seed``, ``3 seeds``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
@@ -216,7 +209,7 @@ def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int |
     machines = f"{number(hardware.nodes, 'node')} with {gpus}"
     if hours.value is None:
         return f"{runs} on {machines}; hours of a cell: {hours.note or 'not stated'}"
-    whole = gpu_hours(scale, cells, seeds)
+    whole = hours.value * hardware.nodes * hardware.gpus_per_node * len(cells) * len(seeds)
     return (
         f"{runs} on {machines}; {hours.value:g} hours a cell and seed ({hours.certainty}"
         f"{f'; {hours.note}' if hours.note else ''}); {whole:g} GPU-hours in all"

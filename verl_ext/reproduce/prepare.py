@@ -188,13 +188,11 @@ def _raw_records(path: Path) -> Iterator[Any]:
             yield from (json.loads(line) for line in file if line.strip())
 
 
-def both_ways(table: str, source: Source, places: bool = True) -> str:
-    """How to get a data set, with and without a network; `places`: say which files a local folder may have."""
+def both_ways(table: str, source: Source) -> str:
+    """How to get a data set, with and without a network, and which files a local folder may have."""
     command = f"verl-ext reproduce prepare {table} --only {source.name}"
-    where = f", where FOLDER holds one of: {', '.join(source.places)}" if places else ""
-    if source.hub is None:
-        return f"Get it with {command} --from FOLDER{where}."
-    return f"With a network: {command}. Without: {command} --from FOLDER{where}."
+    local = f"{command} --from FOLDER, where FOLDER holds one of: {', '.join(source.places)}."
+    return f"Get it with {local}" if source.hub is None else f"With a network: {command}. Without: {local}"
 
 
 def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -> Any:
@@ -305,21 +303,14 @@ def prepare(
     return about
 
 
-def _folder(local: Path) -> None:
-    if not local.is_dir():
-        raise PrepareError(f"--from {local}: there is no such folder")
-
-
 def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[dict[str, Any]], str]:
     """Records of a data set, and where they come from."""
     if local is not None:
-        _folder(local)
         # KernelBench's problems by their numbers, other files by their names.
         found = (filter(Path.is_file, local.glob(place)) for place in source.places)
         files = next(filter(None, (sorted(own, key=lambda file: natural_order(str(file))) for own in found)), [])
         if not files:
-            looked = f"is not in {local}: looked for {', '.join(source.places)}."
-            raise PrepareError(f"{source.name} ({source.title}) {looked} {both_ways(table, source, places=False)}")
+            raise PrepareError(f"{source.name} ({source.title}) is not in {local}. {both_ways(table, source)}")
         return (record for path in files for record in read_file(path)), ", ".join(map(str, files))
     if source.hub is None:
         raise PrepareError(f"{source.name} ({source.title}) is not fetched from a hub. {both_ways(table, source)}")
@@ -406,8 +397,8 @@ def main(
     """
     folder, failed = out or plan.data_home(), []
     names = names_of(table, only)
-    if source is not None:
-        _folder(source)
+    if source is not None and not source.is_dir():
+        raise PrepareError(f"--from {source}: there is no such folder")
     for name in names:
         try:
             one = find_source(name)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from verl_ext.reproduce.cluster import ENDED, SubmitError, Task
+from verl_ext.reproduce.cluster import SubmitError, Task
 
 
 class RayJobs:
@@ -51,7 +51,7 @@ class RayJobs:
         before = self.attempts(task.name)
         number = max(before, default=0)
         last = before.get(number)
-        if last is not None and _state(last) not in ENDED:
+        if last is not None and not last.status.is_terminal():
             if last.entrypoint != task.entrypoint:
                 raise SubmitError(
                     f"the cluster is running {last.submission_id} with another command: {last.entrypoint}. "
@@ -85,12 +85,8 @@ class RayJobs:
         or does not know the job.
         """
         said = f"the cluster no longer answers for {job} ({{}}); the job may go on"
-        return _state(self._asked(lambda: self.server.get_job_info(job), said))
+        return str(self._asked(lambda: self.server.get_job_info(job), said).status.value)
 
     def tail(self, job: str) -> list[str]:
         """What a job has printed, or why it did not start."""
         return str(self.server.get_job_logs(job) or self.server.get_job_info(job).message or "").splitlines()
-
-
-def _state(job: Any) -> str:
-    return str(getattr(job.status, "value", job.status))

@@ -42,13 +42,7 @@ class RunFolder:
     cell: str
     seed: int
     record: Mapping[str, Any]  # content of ``cell.json``; empty if it is missing or cannot be read
-    steps: int  # last training step in its metrics; 0 for none
     problems: Sequence[str]  # why it is no run of this cell and seed with the table's settings, a sentence each
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run ended well, and reached its steps."""
-        return self.record.get("state") == COMPLETE and self.steps >= (self.record.get("steps") or 0)
 
 
 def folder_of(out: Path | str, table: Table, scale: Scale, cell: str, seed: int) -> Path:
@@ -112,7 +106,7 @@ def look(path: Path, table: Table, scale: Scale, cell: str, seed: int, settings:
         problems.append(f"{path}: {table.name} has no cell {cell!r} to run at {scale.name} scale")
     elif record and (changed := plan.differences(record.get("settings", {}), settings)):
         problems.append(f"{path} was run with other settings than the table has now: {'; '.join(changed)}")
-    return RunFolder(path, cell, seed, record, steps_of(path), problems)
+    return RunFolder(path, cell, seed, record, problems)
 
 
 def examine(
@@ -130,7 +124,7 @@ def examine(
         problems.append(f"{path} was begun with other overrides of the command line: {said}")
     if problems:
         raise RunError(f"{'; '.join(problems)}. Remedy: give another --out, or remove {path}")
-    return run, run.record.get("state") == COMPLETE and (steps is None or run.steps >= steps)
+    return run, run.record.get("state") == COMPLETE and (steps is None or steps_of(path) >= steps)
 
 
 def begin(

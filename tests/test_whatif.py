@@ -96,6 +96,14 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [one.name for one in find([tmp_path])] == ["4.1.pt", "5.pt"]
 
 
+def test_batches_of_a_run_that_was_given_up_go(tmp_path: Path) -> None:
+    """A run that was killed at step 57 goes on from its checkpoint of step 50."""
+    for name in ("46.pt", "47.pt", "50.1.pt", "51.1.pt", "57.pt", "notes.pt"):
+        (tmp_path / name).touch()
+    write(tmp_path, {"step": 51}, 0, keep=5)
+    assert {path.name for path in tmp_path.iterdir()} == {"47.pt", "50.1.pt", "51.pt", "notes.pt"}
+
+
 def test_padding_is_not_recorded_and_what_cannot_be_kept_is_named() -> None:
     columns = {"valid_row": np.array([True, False, True]), "anchor_obs": np.array([{1}, {2}, {3}], dtype=object)}
     mask = torch.ones(3, 2)

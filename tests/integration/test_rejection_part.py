@@ -131,8 +131,11 @@ WORDS = [[1, 2, 3, 0], [4, 4], [0, 0, 0], [1, 2, 3, 0, 0, 4], [4, 0, 0], [4, 0],
 """Row 2 is a void turn; row 4 has one in its second stretch of model tokens."""
 
 
-def put(store: Any, said: list[dict[str, Any]] | None = None) -> KVBatchMeta:
-    """Two prompts, the first with three samples of which one has two turns (rows 2 and 3), and a row of padding."""
+def put(store: Any, said: list[dict[str, Any]] | None = None, masks: list[list[int]] = MASKS) -> KVBatchMeta:
+    """Two prompts, the first with three samples of which one has two turns (rows 2 and 3), and a row of padding.
+
+    `masks` are what is left of them when the rules come, after pruning.
+    """
     keys = ["a_0_0", "a_1_0", "a_2_0", "a_2_1", "b_0_0", "b_1_0", "b_2_0", "pad_0_0"]
     tags = [
         {"seq_len": len(mask) + 2, "is_padding": key.startswith("pad")} for key, mask in zip(keys, MASKS, strict=True)
@@ -142,7 +145,8 @@ def put(store: Any, said: list[dict[str, Any]] | None = None) -> KVBatchMeta:
         return torch.nested.as_nested_tensor([make(row) for row in range(len(MASKS))], layout=torch.jagged)
 
     fields = {
-        "response_mask": jagged(lambda row: torch.tensor(MASKS[row])),
+        "response_mask": jagged(lambda row: torch.tensor(masks[row])),
+        "loss_mask": jagged(lambda row: torch.tensor(MASKS[row])),
         "responses": jagged(lambda row: torch.tensor(WORDS[row])),
         "old_log_probs": jagged(lambda row: torch.full((len(MASKS[row]),), -2.0)),
         "rollout_log_probs": jagged(lambda row: torch.full((len(MASKS[row]),), -2.0 - SHIFT[row])),
@@ -201,6 +205,14 @@ def run(store: Any, *overrides: str, said: list[dict[str, Any]] | None = None) -
     return trainer.parts[1], batch
 
 
+def test_a_token_that_is_only_out_of_the_loss_does_not_cut_a_turn_in_two(store: Any) -> None:
+    """Pruning has taken the third token of row 0 out of the loss; the turn's text is whole, and not void."""
+    pruned = [[1, 1, 0, 1], *MASKS[1:]]
+    trainer = trainer_of(config("+recipe=[grpo,simpletir]"))
+    batch = advantage(trainer, put(store, masks=pruned))
+    assert stored(store, batch) == [[0] * len(mask) if row in (2, 3, 4) else mask for row, mask in enumerate(pruned)]
+
+
 def stored(store: Any, batch: KVBatchMeta, name: str = "response_mask") -> list[list[Any]]:
     found = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=[name])
     return [row.tolist() for row in found[name].unbind()]
@@ -246,8 +258,9 @@ def test_a_rejected_row_leaves_the_loss_and_nothing_else(store: Any) -> None:
     ("overrides", "rejected"),
     [
         ([], {1, 5}),
-        (["algorithm.mrs.upper=2.0"], {5}),
-        (["algorithm.mrs.lower=null"], {1}),
+        (["algorithm.mrs.upper=2.0"], set()),
+        (["algorithm.mrs.upper=2.0", "algorithm.mrs.lower=0.999"], {5}),
+        (["algorithm.mrs.lower=1e-9"], {1}),
         (["algorithm.mrs.level=null"], set()),
         (["algorithm.mrs.level=null", "algorithm.mrs.veto=0.9"], {5}),
         (["+algorithm.rejection.trm=true", "algorithm.mrs.level=null", "+algorithm.trm.avg=null"], {1, 5}),

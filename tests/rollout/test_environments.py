@@ -209,6 +209,25 @@ def test_no_more_processes_than_asked_for() -> None:
     assert 1 <= asyncio.run(crowd()) <= 2
 
 
+def test_a_host_that_dies_is_no_fault_of_its_trajectories() -> None:
+    """No action did that: the rollout is lost, and not one whose player has broken his world."""
+
+    async def go() -> None:
+        made = session("Corridor")
+        try:
+            await made.reset(0)
+            process = runner._hosts[f"{ZOO}:Corridor"].process
+            assert process is not None
+            process.kill()
+            process.wait()
+            with pytest.raises(EnvironmentUnavailable, match="its host process ended during step"):
+                await made.step("forward")
+        finally:
+            await made.close()
+
+    asyncio.run(go())
+
+
 def test_a_host_that_is_killed_is_started_again() -> None:
     walk("Corridor")
     host = runner._hosts[f"{ZOO}:Corridor"]
@@ -298,6 +317,9 @@ def test_numpy_values_are_plain_values() -> None:
     step = step_result((Observation("x", anchor=np.arange(3)), np.float32(0.5), np.bool_(True), {"n": np.int64(3)}))
     assert step == Step(Observation("x", anchor=[0, 1, 2]), 0.5, True, {"n": 3})
     assert from_wire(json.loads(json.dumps(to_wire(step)))) == step
+    assert reset_result(Observation("x", actions=map(str, [1, 2]))).actions == ("1", "2")  # read once
+    with pytest.raises(EnvironmentFault, match="expected a finite number"):
+        step_result(("x", 10**400, False, {}))
     five = step_result(("x", 1, False, np.True_, {}))
     assert five.done and five.info == {"truncated": True}
     assert step_result(("x", 1, False, {})).observation.anchor_obs == "x"

@@ -66,7 +66,7 @@ def mrs(
     turn_index: Column | None = None,
     index: Column | None = None,
     level: Level | None = "geometric",
-    lower: Positive | None = 0.999,
+    lower: Positive | None = None,
     upper: Positive | None = 1.001,
     veto: Positive | None = 1e-4,
     veto_scope: Literal["row", "trajectory"] = "row",
@@ -82,13 +82,15 @@ def mrs(
         level: what the statistic is taken over. "token": e^lr. "turn", "turn_geo": e^(sum lr), e^(mean lr) of the
             row. "sequence", "geometric": the same of all model tokens of all rows of the trajectory, so that opposite
             drifts of two turns cancel (released). None: the veto alone.
-        lower, upper: bounds of the statistic, inclusive; None is off.
+        lower, upper: bounds of the statistic, inclusive; `lower` None is 1 / upper, `upper` None is off.
         veto: a row with a token that has e^lr below this is rejected, whatever the rest; None is off.
         veto_scope: "row" (released) or "trajectory".
 
     Raises:
         ValueError: a bound is not positive, lower > upper, or a log-probability of a model token is NaN.
     """
+    if lower is None and upper is not None:
+        lower = 1 / upper
     if lower is not None and upper is not None and lower > upper:
         raise ValueError(f"lower={lower} is above upper={upper}")
     token = response_mask.bool()

@@ -303,10 +303,14 @@ class RejectionRules(Part):
         return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
 
     def _turn_texts(self) -> np.ndarray:
-        """[B] of what the model wrote in each row, one text for each stretch of its tokens."""
-        responses = fetch(self._batch, ["responses"])["responses"].unbind()
+        """[B] of what the model wrote in each row, one text for each stretch of its tokens.
+
+        By verl's ``loss_mask``: tokens that pruning or another rule keeps out of the loss are part of the text.
+        """
+        found = fetch(self._batch, ["responses", "loss_mask"])
+        responses, masks = found["responses"].unbind(), found["loss_mask"].unbind()
         texts, tokenizers = np.empty(len(responses), dtype=object), self.trainer.tokenizers()
-        for row, (ids, mask, said) in enumerate(zip(responses, self._mask, self._said, strict=True)):
+        for row, (ids, mask, said) in enumerate(zip(responses, masks, self._said, strict=True)):
             tokenizer = tokenizers.get(said.get("model"), self.trainer.tokenizer)
             texts[row] = [tokenizer.decode(ids[start:end]) for start, end in stretches(mask[: len(ids)])]
         return texts

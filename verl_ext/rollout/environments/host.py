@@ -12,6 +12,7 @@ This module needs the standard library only, beside the environment itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -206,9 +207,20 @@ class Host:
                 _kill(order["pid"])
             return
         kind = self._preload(order["kwargs"])
+        if not passed:  # out of descriptors, the kernel has dropped it, and the other side sees its end
+            return
         connection = socket.socket(fileno=passed[0])
-        output, printing = os.pipe()
-        pid = os.fork()
+        ends: tuple[int, ...] = ()
+        try:
+            output, printing = ends = os.pipe()
+            pid = os.fork()
+        except OSError as error:  # of this one's process: the others live on
+            for end in ends:
+                os.close(end)
+            with connection, contextlib.suppress(OSError):
+                text = f"environment {self.name!r} has no process: {explain(error)}"
+                connection.sendall(pack({"unavailable": text}))
+            return
         if pid:
             self.children.add(pid)
             connection.close()

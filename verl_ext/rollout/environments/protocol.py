@@ -39,7 +39,7 @@ import json
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 INVALID_ACTION = ("noop", "pass")
@@ -150,6 +150,8 @@ def observation(value: Any, where: str) -> Observation:
         value = Observation(value)
     if not isinstance(value, Observation):
         raise _garbage(f"{where} returned {_shown(value)} as its observation; expected a str or an Observation")
+    if value.actions is not None and not isinstance(value.actions, str) and hasattr(value.actions, "__iter__"):
+        value = replace(value, actions=tuple(value.actions))  # an iterator can be read once
     try:
         "".join((value.text, value.task, *(value.actions or ()))).encode()
     except UnicodeEncodeError as error:
@@ -162,7 +164,6 @@ def observation(value: Any, where: str) -> Observation:
     if actions is not None:
         if isinstance(actions, str) or not hasattr(actions, "__iter__"):
             raise _garbage(f"{where} returned the actions {_shown(actions)}; expected a list of str or None")
-        actions = tuple(actions)
         bad = [action for action in actions if not isinstance(action, str)]
         if bad:
             raise _garbage(f"{where} returned {_shown(bad[0])} as an action; expected a str")
@@ -200,8 +201,12 @@ def step_result(value: Any) -> Step:
         reward = reward.item()
     if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
         raise _garbage(f"step returned the reward {_shown(value[1])}; expected a number")
+    try:
+        reward = float(reward)
+    except OverflowError:
+        reward = math.inf
     if not math.isfinite(reward):
-        raise _garbage(f"step returned the reward {reward}; expected a finite number")
+        raise _garbage(f"step returned the reward {_shown(value[1])}; expected a finite number")
     info = {} if value[-1] is None else value[-1]
     if not isinstance(info, Mapping):
         raise _garbage(f"step returned the info {_shown(info)}; expected a dict")
@@ -212,7 +217,7 @@ def step_result(value: Any) -> Step:
         done = terminated or truncated
     else:
         done = _truth(value[2], "done")
-    return Step(seen, float(reward), done, plain(info, "the info of step"))
+    return Step(seen, reward, done, plain(info, "the info of step"))
 
 
 def to_wire(value: Observation | Step) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -68,7 +68,7 @@ class LoopSession(Session):
         self.reset_timeout_s, self.step_timeout_s = reset_timeout_s, step_timeout_s
         self.environment: Any = None
 
-    async def _call(self, name: str, argument: Any, limit: float) -> Any:
+    async def _call(self, name: str, argument: Any, limit: float, check: Callable[[Any], T]) -> T:
         async def call() -> Any:
             with contained(f"{self.kind.__name__}.{name}"):
                 if self.environment is None:
@@ -76,7 +76,7 @@ class LoopSession(Session):
                 return await getattr(self.environment, name)(argument)
 
         try:
-            return await asyncio.wait_for(call(), limit)
+            return check(await asyncio.wait_for(call(), limit))
         except asyncio.TimeoutError as error:
             raise EnvironmentFault(protocol.TIMEOUT, f"{name} did not end within {limit} s") from error
         except (EnvironmentFault, EnvironmentUnavailable):
@@ -85,10 +85,10 @@ class LoopSession(Session):
             raise EnvironmentFault(protocol.ERROR, explain(error)) from error
 
     async def reset(self, seed: int) -> Observation:
-        return protocol.reset_result(await self._call("reset", seed, self.reset_timeout_s))
+        return await self._call("reset", seed, self.reset_timeout_s, protocol.reset_result)
 
     async def step(self, action: str) -> Step:
-        return protocol.step_result(await self._call("step", action, self.step_timeout_s))
+        return await self._call("step", action, self.step_timeout_s, protocol.step_result)
 
     async def close(self) -> None:
         async def end() -> None:
@@ -111,23 +111,31 @@ class _Connection:
     def __init__(self, host: Host, kwargs: Mapping[str, Any]) -> None:
         self.host, self.kwargs = host, dict(kwargs)
         self.pid = 0
+        self.process: subprocess.Popen[bytes] | None = None  # the host's, which forked it
         self.loop = asyncio.get_running_loop()
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
         self.calls = 0
 
     async def open(self) -> None:
-        """Have the host fork a process. Raises EnvironmentUnavailable: the host does not answer; it is ended."""
+        """Have the host fork a process. Raises EnvironmentUnavailable: it cannot, or has ended, or does not answer, and
+        is ended then."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=2 * protocol.MAX_BYTES)
         try:
             with theirs:
                 self.host.order({"do": "fork", "kwargs": self.kwargs}, theirs)
-            self.pid = int((await asyncio.wait_for(self._read(), START_SECONDS))["pid"])
+            self.process = self.host.process
+            answer = await asyncio.wait_for(self._read(), START_SECONDS)
+            if "unavailable" in answer:
+                self.writer.close()
+                raise EnvironmentUnavailable(str(answer["unavailable"]))
+            self.pid = int(answer["pid"])
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             self.writer.close()
-            self.host.end()
+            if isinstance(error, asyncio.TimeoutError) or self._orphaned():  # else the others are in a sound host
+                self.host.end()
             raise EnvironmentUnavailable(
                 f"environment {self.host.name!r}: its host process did not start one within {START_SECONDS} s, or "
                 "ended (its own output, on the standard error of this process, may say why)"
@@ -135,6 +143,10 @@ class _Connection:
         except asyncio.CancelledError:
             self.writer.close()  # a process without a connection ends
             raise
+
+    def _orphaned(self) -> bool:
+        """Whether the host that forked this process has ended, and with it all its processes."""
+        return self.process is None or self.host.process is not self.process or self.process.poll() is not None
 
     async def _read(self) -> dict[str, Any]:
         size = int.from_bytes(await self.reader.readexactly(4), "big")
@@ -158,7 +170,12 @@ class _Connection:
             self.kill()
             raise EnvironmentFault(protocol.TIMEOUT, f"{what} did not end within {limit} s; it was killed") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
+            await asyncio.sleep(0.1)  # a process may be seen to have ended before its host is
+            orphaned = self._orphaned()  # asked before `kill`, which may start a new host
             self.kill()
+            if orphaned:  # no action did that: the rollout is lost, and nobody's failure
+                text = f"environment {self.host.name!r}: its host process ended during {what}"
+                raise EnvironmentUnavailable(text) from error
             raise EnvironmentFault(protocol.DIED, f"its process ended during {what}") from error
         except (ValueError, RecursionError) as error:
             self.kill()
@@ -250,6 +267,8 @@ class Host:
         """End the host and all its children."""
         for connection in [one for one in _idle if one.host is self]:
             del _idle[connection]
+            if (places := _places.get(connection.loop)) is not None:
+                places.alive -= 1
             if not connection.loop.is_closed():
                 connection.close()
         if self.control is not None:

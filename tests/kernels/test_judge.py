@@ -23,7 +23,7 @@ from verl_ext.integration.options import OptionError
 from verl_ext.kernels import compiler, coverage, languages, seat, tasks
 from verl_ext.kernels.bench import shared
 from verl_ext.kernels.feedback import feedback, prompt, scrub
-from verl_ext.kernels.judge import STATUSES, Judge, Verdict, fastest, interval, ratio
+from verl_ext.kernels.judge import STATUSES, Judge, Verdict, _how_wrong, fastest, interval, ratio
 from verl_ext.kernels.languages import CandidateError
 from verl_ext.kernels.options import JudgeOptions, KernelOptions, check_kernels
 from verl_ext.kernels.seat import Infrastructure
@@ -57,6 +57,7 @@ class ModelNew:
         return y
 ```'''
 
+MANY = 'SOURCE = """\n' + "".join(f"void s{number}(void) {{}}\n" for number in range(40))  # each would be left out once
 DEEP = C.replace(
     "void kernel",
     "static long deep(volatile long n) { volatile char big[4096]; big[n % 4096] = 1; return deep(n + 1) + big[0]; }\n"
@@ -127,6 +128,8 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
         ("python", PYTHON.replace("return y", "import missing_module"), "error"),
         ("python", PYTHON.replace("ModelNew", "ModelOld"), "no_code"),
         ("python", PYTHON.replace("return y", "return ("), "no_code"),
+        ("python", PYTHON.replace('SOURCE = """', MANY), "no_code"),
+        ("triton", TRITON.replace("@triton.jit", "@triton.jit(" + "a+" * 400 + "a)"), "no_code"),
         ("c", C.replace("{\n    for", "{\n    __builtin_trap();\n    for", 1), "crashed"),
         ("c", DEEP, "crashed"),
         ("c", C.replace("void kernel", "char big[1L << 40] = {1};\nvoid kernel", 1), "compile_error"),
@@ -181,6 +184,17 @@ def test_what_is_interpreted_is_right_or_wrong_and_has_no_speed(judge: Judge) ->
     assert "No kernel of yours changes the result" in feedback(verdict, "triton")
 
 
+@pytest.mark.seconds
+def test_text_that_no_file_can_hold_is_the_compilers_to_judge(judge: Judge) -> None:
+    odd = PYTHON.replace('SOURCE = """', 'SOURCE = """// \\ud800')
+    assert judge.evaluate(TASK, odd, "python").status == "right"  # a comment
+
+
+def test_errors_in_words_and_in_tolerances(judge: Judge) -> None:
+    assert "the largest error is 1," in _how_wrong(torch.tensor([True, False]), torch.tensor([False, True]))
+    assert judge._worst(torch.zeros(8), torch.full((8,), 1e25)) > 1  # whose norm is infinite in float32
+
+
 LINES = '''"""A language of a user's: a line for each kernel, the stages that it does."""
 
 from verl_ext.kernels.languages import CandidateError, Program
@@ -227,6 +241,9 @@ def test_a_language_is_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.
     with Judge(QUICK) as other, pytest.raises(ValueError, match=r"not made for the language my_languages\.lines"):
         other.evaluate(task, "plus", name)
     assert KernelOptions(language=name).backend == "c"
+    (tmp_path / "my_languages" / "keyless.py").write_text(LINES.replace(', " ".join(words))', ")"), encoding="utf-8")
+    keys = {languages.read(text, "my_languages.keyless", task).key for text in ("times", "plus", "plus\n")}
+    assert keys == {"times", "plus"}  # else the first verdict would be everybody's
     with pytest.raises(ValueError, match=r"takes the language triton, not my_languages\.lines"):
         KernelOptions(language=name, backend="triton")
     with pytest.raises(ValueError, match="choose one of fuse, c, python, triton, or name a module of yours"):

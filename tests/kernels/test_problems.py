@@ -185,6 +185,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "relu is a problem in KernelBench's form, for the languages python and triton" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("where", ["def get_inputs():\n", "        super().__init__()\n"])
+def test_a_reference_that_fails_is_nobodys_fault(judge: Judge, where: str) -> None:
+    """On the meta device, where a problem's size is looked at, all is well."""
+    fails = "1 / int(torch.empty(0).is_meta)\n"
+    indent = "        " if where.startswith(" ") else "    "
+    bad = Task("bad", (), RELU.code.replace(where, f"{where}{indent}{fails}"))
+    with pytest.raises(Infrastructure, match="the reference of bad"):
+        judge.evaluate(bad, PYTHON, "python")
+    assert judge.evaluate(RELU, PYTHON, "python").correct
+
+
 def test_the_judges_process_stays_as_it_is(judge: Judge) -> None:
     """Triton is interpreted in players alone: in a process that judges or trains it may be needed for a GPU."""
     assert judge.evaluate(RELU, "nothing", "triton").status == "no_code"

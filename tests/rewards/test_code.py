@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_ext.rewards.code import FIRST, compute_score
+from verl_ext.rewards.code import FIRST, _same_word, compute_score
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}
 ADD = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}
@@ -107,3 +107,22 @@ def test_rows_without_tests_are_named(truth: Any) -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(TypeError, match=r"reward_kwargs\.timeout is not an option.*timeout_s"):
         score("print(1)", timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted", "same"),
+    [
+        ("3.0", "3", True),
+        ("0.333333333", "0.3333333334", True),
+        ("007", "7", True),
+        ("7" * 400, "7" * 400, True),
+        ("9" * 400, "7" * 400, False),
+        ("inf", "7" * 400, False),
+        ("nan", "nan", True),
+        ("1000000500", "1000000007", False),
+        ("1e999", "1e998", False),
+    ],
+)
+def test_numbers_by_value_and_whole_ones_exactly(word: str, wanted: str, same: bool) -> None:
+    """A float of 310 digits is infinite: one program that prints inf would have passed all such tests."""
+    assert _same_word(word, wanted) is same

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ext.kernels.languages import PATIENCE, CandidateError
+from verl_ext.kernels.languages import PATIENCE, CandidateError, check_count
 
 FLAGS = (
     "-x cpp-output -O2 -ftree-vectorize -fvect-cost-model=dynamic -march=native -mprefer-vector-width=256 -ffast-math "
@@ -69,7 +69,7 @@ def build(source: str, compile_s: int, name: str) -> Library:
     """
     with tempfile.TemporaryDirectory(prefix="verl_ext_kernels_") as folder:
         text, made = Path(folder, "kernel.i"), Path(folder, "kernel.so")
-        text.write_text(source, encoding="utf-8")
+        text.write_text(source, encoding="utf-8", errors="replace")  # a lone surrogate is the compiler's to refuse
         command = ["/bin/sh", "-c", _LIMITED, str(compile_s), *FLAGS, "-o", made.name, text.name, "-lmvec", "-lm"]
         environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C", "TMPDIR": folder}
         try:
@@ -101,6 +101,7 @@ def build(source: str, compile_s: int, name: str) -> Library:
             functions.append((int(address[0], 16), symbol))
         if kind == "T" and not symbol.startswith("_"):
             kernels.append(symbol)
+    check_count(kernels)
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(descriptor, content)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL

@@ -255,11 +255,14 @@ class Judge:
         if seat is None:
             if len(self._references) >= (DEVICE_REFERENCES if self.on_device else REFERENCES):
                 self._references.pop(next(iter(self._references))).close()
-            if task.code:
-                seat = ProblemSeat(self.sandbox, self._layout, {"problem": task.code}, None, cpu_s=FOREVER_S)
-            else:
-                made = self.device_seat if self.on_device else Seat
-                seat = made(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
+            try:
+                if task.code:
+                    seat = ProblemSeat(self.sandbox, self._layout, {"problem": task.code}, None, cpu_s=FOREVER_S)
+                else:
+                    made = self.device_seat if self.on_device else Seat
+                    seat = made(self.sandbox, self.shape, languages.reference(task).plan, None, cpu_s=FOREVER_S)
+            except CandidateError as error:
+                raise self._failed(task, error) from error
         self._references[task.text] = seat
         return seat
 
@@ -268,8 +271,13 @@ class Judge:
         try:
             return self._of(task).batch(*given)
         except CandidateError as error:
-            self._references.pop(task.text).close()
-            raise Infrastructure(f"the reference of {task.name if task.code else task.text}: {error}") from error
+            raise self._failed(task, error) from error
+
+    def _failed(self, task: Task, error: CandidateError) -> Infrastructure:
+        """What a reference that has failed is: no verdict. Its player is closed."""
+        if seat := self._references.pop(task.text, None):
+            seat.close()
+        return Infrastructure(f"the reference of {task.name if task.code else task.text}: {error}")
 
     def _problem(self, task: Task, program: Program) -> Program:
         """A program with the layout of its problem, whose size was looked at first, and once whether it is a task."""
@@ -278,6 +286,8 @@ class Judge:
         self._layout = problems.layout(task, described, batch, self.options.memory_mb)
         if task.text not in self._described:
             first, second = (self._expected(task, self._drawn(task))[0] for _ in range(2))
+            if first.is_floating_point() and not torch.isfinite(first).all():
+                raise Infrastructure(f"{task.name} is no task: its right outputs are not finite")
             if self._worst(first, second) <= 1.0:
                 raise Infrastructure(f"{task.name} is no task: its outputs are the same for different inputs")
             self._described[task.text] = described
@@ -285,7 +295,10 @@ class Judge:
 
     def _drawn(self, task: Task) -> list[torch.Tensor]:
         seat = self._of(task)
-        return seat.draw() if isinstance(seat, ProblemSeat) else self._inputs()
+        try:
+            return seat.draw() if isinstance(seat, ProblemSeat) else self._inputs()
+        except CandidateError as error:
+            raise self._failed(task, error) from error
 
     def _inputs(self) -> list[torch.Tensor]:
         """A batch that nobody has seen: x [batch, rows, columns], a and b [columns].
@@ -302,11 +315,9 @@ class Judge:
         """The largest error in tolerances; infinite if an output is not finite."""
         if not expected.is_floating_point():
             return 0.0 if torch.equal(y, expected) else math.inf
-        size = torch.linalg.vector_norm(expected) / math.sqrt(expected.numel())
-        error = (
-            float((y - expected).abs_().div_(expected.abs().add_(size).clamp_(min=1e-30)).max())
-            / self.options.tolerance
-        )
+        size = float(torch.linalg.vector_norm(expected, dtype=torch.float64)) / math.sqrt(expected.numel())
+        largest = float((y - expected).abs_().div_(expected.abs().add_(size).clamp_(min=1e-30)).max())
+        error = largest / self.options.tolerance
         return error if math.isfinite(error) else math.inf
 
     def _time(self, task: Task, seat: Seat) -> Verdict:
@@ -382,7 +393,12 @@ class Judge:
             if self._worst(seat.end()[0], expected) > 1.0:
                 raise CandidateError("wrong", "an output was wrong once in a while")
 
-        return coverage.profile(seat, self.options.looks, batch_s, begin, end, library, name)
+        try:
+            return coverage.profile(seat, self.options.looks, batch_s, begin, end, library, name)
+        except (OSError, Infrastructure):
+            if seat.waits(0.0):  # its wire is at an end: it is the candidate's player that has gone
+                seat._ended()
+            raise
 
     def _alive(self, task: Task, program: Program, kernels: Sequence[str], library: Library | None = None) -> set[str]:
         """The kernels without which the outputs are wrong. Where the way of the data is ours, all of them."""
@@ -429,5 +445,5 @@ def _how_wrong(y: torch.Tensor, expected: torch.Tensor) -> str:
     bad = int((~torch.isfinite(y)).sum())
     if bad:
         return f"{bad} of {y.numel()} outputs are not finite or were not written"
-    largest = float((y - expected).abs().max())
+    largest = float((y.double() - expected.double()).abs().max())
     return f"the largest error is {largest:.3g}, the outputs' size {float(expected.double().std()):.3g}"

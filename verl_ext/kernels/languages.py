@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from verl_ext.kernels.tasks import STAGES, Task
 BACKENDS = {"c": ("fuse", "c", "python"), "triton_interpret": ("triton",), "triton": ("triton",)}
 LANGUAGES = ("fuse", "c", "python", "triton")
 MAX_CHARS = 64 << 10
+#: Kernels in one answer: each is left out once, in a process of its own.
+MOST_KERNELS = 32
 PATIENCE = 20
 """Times its limit of processor time that compiler or candidate may take on the clock: it waits for others, too."""
 DEVICE_PATIENCE = 2
@@ -54,7 +57,7 @@ class Program:
         language: one of `LANGUAGES`, or a module's name.
         source: C for the compiler; empty if there is none.
         plan: for the player, as JSON can hold it.
-        key: the program in a form that does not depend on spaces, for the cache.
+        key: the program in a form that does not depend on spaces, for the cache; empty: its code.
     """
 
     language: str
@@ -88,7 +91,7 @@ def read(text: str, language: str, task: Task) -> Program:
         raise CandidateError("no_code", "the answer holds no code")
     if own:
         found = own.read(code)
-        return replace(found, language=language, plan={**found.plan, "module": language})
+        return replace(found, language=language, key=found.key or code.strip(), plan={**found.plan, "module": language})
     return {"c": _c, "python": _python, "triton": _triton}[language](code)
 
 
@@ -253,6 +256,12 @@ def _c(code: str) -> Program:
     return Program("c", _HEAD + code, {"entry": "kernel"}, code.strip())
 
 
+def check_count(kernels: Sequence[str]) -> None:
+    """Raises CandidateError: more than `MOST_KERNELS`."""
+    if len(kernels) > MOST_KERNELS:
+        raise CandidateError("no_code", f"{len(kernels)} kernels, more than {MOST_KERNELS}")
+
+
 def _statements(code: str) -> list[ast.stmt]:
     """Those of Python code that defines a class `ModelNew`."""
     try:
@@ -279,7 +288,12 @@ def _python(code: str) -> Program:
 def _triton(code: str) -> Program:
     """A class `ModelNew` with `forward(x, a, b)`, and functions with the decorator ``triton.jit``."""
     functions = [node for node in _statements(code) if isinstance(node, ast.FunctionDef)]
-    kernels = [one.name for one in functions if any("jit" in ast.unparse(how) for how in one.decorator_list)]
+    try:
+        found = [one.name for one in functions if any("jit" in ast.unparse(how) for how in one.decorator_list)]
+    except RecursionError as error:
+        raise CandidateError("no_code", f"RecursionError: {error}") from None
+    kernels = list(dict.fromkeys(found))
     if not kernels:
         raise CandidateError("no_code", "the code defines no function with the decorator @triton.jit")
+    check_count(kernels)
     return Program("triton", "", {"code": code, "triton": kernels}, code.strip())

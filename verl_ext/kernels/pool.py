@@ -25,7 +25,7 @@ import ray
 from verl_ext import __version__
 from verl_ext.kernels.hacks import HONEST
 from verl_ext.kernels.judge import Judge, Verdict
-from verl_ext.kernels.languages import CandidateError, read
+from verl_ext.kernels.languages import CandidateError, module, read
 from verl_ext.kernels.options import JudgeOptions, KernelOptions
 from verl_ext.kernels.seat import Infrastructure
 from verl_ext.kernels.tasks import Task
@@ -96,6 +96,8 @@ class Broker:
     def __init__(self, options: dict[str, Any], cage: str, workers: int) -> None:
         self.options = KernelOptions(**options)
         self.judge = {field.name: options[field.name] for field in dataclasses.fields(JudgeOptions)}
+        own = module(self.options.language)  # whose verdicts are those of the file as it is
+        self.own = [hashlib.sha256(Path(own.__file__).read_bytes()).hexdigest()] if own else []
         made = ray.remote(Worker).options(
             num_cpus=0, num_gpus=int(self.options.backend == "triton"), max_restarts=-1, scheduling_strategy="SPREAD"
         )
@@ -117,7 +119,7 @@ class Broker:
             return dataclasses.asdict(Verdict(error.status, error=error.text))
         if not self.options.cache:
             return await self._evaluate(task, text)
-        key = hashlib.sha256(json.dumps([task, self.judge, program.key]).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([task, self.judge, *self.own, program.key]).encode()).hexdigest()
         if known := self.known.get(key):
             self.count["cached"] += 1
             return known
@@ -127,7 +129,8 @@ class Broker:
             self.running[key] = asyncio.create_task(self._evaluate(task, text))
             self.running[key].add_done_callback(lambda _: self.running.pop(key))
         verdict = await asyncio.shield(self.running[key])
-        if verdict["status"] != "infra" and not self.known.get(key):
+        # The compiler's time goes on while a busy machine lets it wait.
+        if verdict["status"] not in ("infra", "compile_timeout") and not self.known.get(key):
             self.known.add(key, verdict)
         return verdict
 
@@ -210,6 +213,8 @@ class Pool:
             try:
                 verdict = Verdict(**await self.broker.evaluate.remote(task.text, text))
                 break
+            except ray.exceptions.RayTaskError as error:  # the broker is there, and would say the same again
+                raise Infrastructure(f"the broker: {error}") from error
             except ray.exceptions.RayError as error:
                 if time.monotonic() > until:
                     raise Infrastructure(f"the broker: {error}") from error

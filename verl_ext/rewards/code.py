@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from decimal import Decimal
 from typing import Any
 
 from verl_ext.rewards.arguments import refuse_unknown
 from verl_ext.rewards.judge import REASONS, given
 from verl_ext.sandbox import shared
+
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 FIRST = 10
 """So many tests are run first, the others if these pass; as in verl, a wrong program is scored by these."""
@@ -110,7 +114,12 @@ def _same(found: Any, expected: Any, function: str | None) -> bool:
 
 
 def _same_word(word: str, wanted: str) -> bool:
+    """Whole numbers are compared exactly: a tolerance would take 1000000500 for 1000000007, and infinity for 10^400."""
+    if word == wanted:
+        return True
+    if _WHOLE.fullmatch(word) and _WHOLE.fullmatch(wanted):
+        return Decimal(word) == Decimal(wanted)  # without int's limit of digits
     try:
-        return word == wanted or math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+        return math.isfinite(float(wanted)) and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
     except ValueError:
         return False

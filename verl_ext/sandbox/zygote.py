@@ -117,7 +117,12 @@ class Zygote:
                 gc.collect()
                 gc.freeze()  # a collection in a fork would touch, and so copy, all of the memory
             pipe, writer = os.pipe2(os.O_CLOEXEC)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                os.close(pipe)
+                os.close(writer)
+                raise
         except Exception as error:
             return {"reason": "refused", "text": f"{type(error).__name__}: {error}"[:ERROR_CHARS], "seconds": 0.0}
         if pid == 0:

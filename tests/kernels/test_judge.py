@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -260,6 +261,20 @@ def test_one_that_ends_with_a_word_of_the_judge_unread_is_to_blame(judge: Judge)
     verdict = judge.evaluate(TASK, PYTHON.replace("class ModelNew:", ends), "python")
     assert verdict.status == "crashed", verdict
     assert most(judge, TASK, C, "c", lambda found: not found.decoy).status == "right"
+
+
+@pytest.mark.seconds
+def test_one_that_ends_while_it_is_profiled_has_crashed(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile(seat: Any, *given: Any) -> Any:
+        os.kill(seat.pid, signal.SIGTERM)
+        while not seat.waits(0.01):
+            pass
+        raise FileNotFoundError(f"/proc/{seat.pid}/maps")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coverage, "profile", profile)
+        assert judge.evaluate(TASK, PYTHON, "python").status == "crashed"
+    assert judge.evaluate(TASK, PYTHON, "python").correct
 
 
 def test_all_in_torch_is_a_decoy(judge: Judge) -> None:

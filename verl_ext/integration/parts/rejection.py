@@ -303,10 +303,7 @@ class RejectionRules(Part):
         return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
 
     def _turn_texts(self) -> np.ndarray:
-        """[B] of what the model wrote in each row, one text for each stretch of its tokens.
-
-        By verl's ``loss_mask``: tokens that pruning or another rule keeps out of the loss are part of the text.
-        """
+        """[B] of what the model wrote in each row, also of what is kept out of the loss: a text for each stretch."""
         found = fetch(self._batch, ["responses", "loss_mask"])
         responses, masks = found["responses"].unbind(), found["loss_mask"].unbind()
         texts, tokenizers = np.empty(len(responses), dtype=object), self.trainer.tokenizers()

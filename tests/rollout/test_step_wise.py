@@ -499,6 +499,8 @@ def test_who_fails_before_he_is_judged_has_not_been_right() -> None:
     metrics = rollout_metrics(columns, [{}] * 3, extra)
     assert metrics["trajectory/acc"] == pytest.approx(2 / 3) and metrics["trajectory/f1"] == pytest.approx(1 / 3)
     assert metrics["trajectory/length"] == 6.0 and metrics["rollout/failures/time_limit"] == 1.0
+    columns["valid_row"][1] = False  # the machine's failure, or one that is left out: in no statistic
+    assert rollout_metrics(columns, [{}] * 3, extra)["trajectory/acc"] == 1.0
 
 
 def test_numbers_are_plain(tokenizer: Any) -> None:

@@ -31,14 +31,14 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
     Each trajectory counts once, by its last row, whatever the number of its rows and whether it is trained on.
 
     Args:
-        columns: ``traj_uid`` [B] object and ``turn_index`` [B] int64.
+        columns: ``traj_uid`` [B] object, ``turn_index`` [B] int64 and ``valid_row`` [B] bool.
         tags: verl's tags of the rows; rows that verl made to fill a mini-batch (``is_padding``) are left out.
         extra_fields: the agent loop's dict of every row, of which ``reward_extra_info`` (numbers by name), ``failure``
             and ``stop_reason`` (str) are read where they are present.
 
     Returns:
-        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info`` (a trajectory that failed and was not
-        judged has 0 of `JUDGED`), but ``sandbox/<name>`` (sum) for a
+        ``trajectory/<name>`` (mean) for each number of ``reward_extra_info`` (a valid trajectory that failed and was
+        not judged has 0 of `JUDGED`), but ``sandbox/<name>`` (sum) for a
         ``sandbox_<name>``; and, if the loops report failures at all, ``rollout/failed_trajectories`` and
         ``rollout/failures/<reason>`` (counts).
     """
@@ -60,7 +60,8 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
             reported = True
             if fields["failure"]:
                 failures[fields["failure"]] += 1
-                unjudged += not any(name in (fields.get("reward_extra_info") or {}) for name in JUDGED)
+                judged = any(name in (fields.get("reward_extra_info") or {}) for name in JUDGED)
+                unjudged += bool(columns["valid_row"][row]) and not judged
     for name in JUDGED:
         if name in numbers:  # a trajectory that failed before it was judged has not been right
             numbers[name] += [0.0] * unjudged

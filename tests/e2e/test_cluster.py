@@ -4,6 +4,7 @@ one of which dies: the run says which, and goes on."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,29 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
     run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=2400).check()
     assert sorted(run.metrics) == [*early, last]
     assert f"setting global step to {saved}" in run.log.lower()
+
+
+def test_a_trainer_that_waits_in_ray_hears_that_a_node_has_died(nodes: Nodes) -> None:
+    """A rank may wait ten minutes for the store that was on the node, and the trainer for the rank."""
+
+    @ray.remote(num_gpus=1)
+    class Worker:
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+        def wait(self) -> None:
+            time.sleep(600)
+
+    with ray.init(address=nodes.cluster.address, log_to_driver=False):
+        workers = [Worker.remote() for _ in nodes.by_name]
+        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+        at = [names[node] for node in ray.get([worker.node.remote() for worker in workers])]
+        waits, dies = workers[at.index("second")].wait.remote(), max(nodes.by_name.keys() - {"first", "second"})
+        with pytest.raises(parts.NodeLost, match=rf"the Ray node {dies} \(.* has died"):
+            with parts.Nodes(None).around_fit():
+                nodes.kill(dies)
+                ray.get(waits)
+        assert ray.wait([waits], timeout=0)[1] == [waits]
 
 
 def test_whatever_the_run_ends_with_the_node_that_died_is_named(nodes: Nodes) -> None:

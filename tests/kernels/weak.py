@@ -54,7 +54,7 @@ class TalkingSeat(Seat):
     def _answer(self) -> int:
         self.said, extra, _, _ = self.wire.recvmsg(9, socket.CMSG_SPACE(12))
         if not self.said:
-            self._ended()
+            self.raise_why()
         return int(struct.unpack("3i", extra[0][2])[0])
 
 

@@ -220,6 +220,7 @@ def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play
     assert info(rows)["failure_error"] == 3.0  # both answers without an end, and the reader
     rows, _ = play("test_picky", lambda prompt: "a b c DONE d e")
     assert [row.reward_score for row in rows] == [1.0, 1.0]
+    assert info(rows)["failure_error"] == 0.0  # `ends` may raise on what is no whole answer yet
     assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
 
 

@@ -397,7 +397,7 @@ class Judge:
             return coverage.profile(seat, self.options.looks, batch_s, begin, end, library, name)
         except (OSError, Infrastructure):
             if seat.waits(0.0):  # its wire is at an end: it is the candidate's player that has gone
-                seat._ended()
+                seat.raise_why()
             raise
 
     def _alive(self, task: Task, program: Program, kernels: Sequence[str], library: Library | None = None) -> set[str]:

@@ -151,7 +151,7 @@ class Seat:
         try:
             self.wire.send(byte, socket.MSG_NOSIGNAL)
         except OSError:
-            self._ended()
+            self.raise_why()
 
     def end(self) -> tuple[torch.Tensor, float]:
         """Wait for its byte and take the outputs at that moment, and the time that is charged for them."""
@@ -165,7 +165,7 @@ class Seat:
         try:
             return time.clock_gettime(self._clock)
         except OSError:
-            self._ended()
+            self.raise_why()
             raise
 
     def _answer(self) -> int:
@@ -175,7 +175,7 @@ class Seat:
         except ConnectionError:  # it has ended with a byte of ours unread
             said, extra = b"", []
         if not said:
-            self._ended()
+            self.raise_why()
         for level, kind, content in extra:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 return int(struct.unpack("3i", content)[0])
@@ -192,8 +192,8 @@ class Seat:
             pass
         return True
 
-    def _ended(self) -> None:
-        """Say why it has ended."""
+    def raise_why(self) -> None:
+        """Raise what says why it has ended."""
         try:
             self._call.result(timeout=REASON_S)
         except SandboxError as error:

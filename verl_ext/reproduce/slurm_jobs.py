@@ -46,7 +46,8 @@ class SlurmJobs:
             self.executor.update_parameters(name="verl_ext", slurm_array_parallelism=at_once, **given)
         except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
             raise SubmitError(f"--slurm {settings}: {' '.join(str(error).split())[:400]}") from error
-        self.folder, self.jobs = folder, {}  # type: Path, dict[str, Any]
+        self.folder = folder
+        self.jobs: dict[str, Any] = {}  # submitit's, by id
 
     def start(self, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
         """See :class:`~verl_ext.reproduce.cluster.Cluster`. Raises SubmitError: Slurm refuses the jobs."""

@@ -85,7 +85,7 @@ class Missing(Part):
         all of them."""
         try:
             batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
-        except MissingRollouts:
+        except MissingRollouts:  # of `_refill`, and a RuntimeError too
             raise
         except RuntimeError as error:  # verl's word for a batch without any row
             lost = take_lost(partition_id)

@@ -7,7 +7,7 @@ server dies, the run stands still for ever; if that of a training process dies, 
 
 from __future__ import annotations
 
-import ctypes
+import _thread
 import logging
 import threading
 import time
@@ -72,9 +72,11 @@ class Nodes(Part):
         """Raises NodeLost when Ray says that a node of the run is dead, whatever the run is waiting for or died of.
 
         What misses the node first may be anything: an actor "temporarily unavailable", too many lost rollouts, a
-        closed connection. So every error waits until Ray must know.
+        closed connection. So every error waits until Ray must know. And a process that lives may wait for minutes for
+        one that does not (verl's store asks three times for 200 s), and the trainer for it, in `ray.get`: there nothing
+        comes through but what Ctrl-C sends.
         """
-        waiting, found, stop = threading.get_ident(), [""], threading.Event()
+        found, stop = [""], threading.Event()
 
         def watch() -> None:
             while not stop.wait(EVERY_S):
@@ -84,24 +86,25 @@ class Nodes(Part):
                     logger.warning("Ray does not say which nodes live; it is asked again", exc_info=True)
                 if found[0]:
                     logger.error("%s", found[0])
-                    raised = ctypes.py_object(NodeLost)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), raised)
+                    _thread.interrupt_main()
                     return
 
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("verl trains in a thread of its own, which cannot be told that a node has died")
         lost()  # an API of Ray that has changed fails here, not in the thread
         threading.Thread(target=watch, name="verl_ext nodes", daemon=True).start()
         try:
             try:
                 yield
-            except NodeLost:
-                raise
             except Exception as error:
                 logger.error("%r; for %d s it is watched whether a node of the run has died", error, patience())
                 until = time.monotonic() + patience()
                 while time.monotonic() < until:
-                    time.sleep(0.1)  # here NodeLost comes out, if so
+                    time.sleep(0.1)  # here the interrupt comes out, if so
                 raise
-        except NodeLost as raised:
+        except KeyboardInterrupt as raised:
+            if not found[0]:  # somebody's Ctrl-C
+                raise
             raise NodeLost(found[0]) from raised.__context__
         finally:
             stop.set()

@@ -150,10 +150,9 @@ def write(folder: Path, record: Mapping[str, Any], repeat: int, keep: int) -> No
     torch.save(dict(record), path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
     for old in folder.glob("*.pt"):
-        number, again = old.name.split(".")[0], old.name.split(".")[1]
-        if not number.isdigit():
-            continue
-        place = int(number), int(again) if again.isdigit() else 0
-        # What comes later is of a run that was given up for its last checkpoint.
-        if place[0] <= step - keep or place > (step, repeat):
-            old.unlink()
+        number, again, *_ = old.name.split(".")
+        if number.isdigit():
+            place = int(number), int(again) if again.isdigit() else 0
+            # What comes later than this one is of a run that was given up for its last checkpoint.
+            if place[0] <= step - keep or place > (step, repeat):
+                old.unlink()

@@ -53,15 +53,15 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
     unjudged = 0
     for row in last.values():
         fields = extra_fields[row] or {}
-        for name, value in (fields.get("reward_extra_info") or {}).items():
+        said = fields.get("reward_extra_info") or {}
+        for name, value in said.items():
             if isinstance(value, int | float | np.number) and np.isfinite(value):
                 numbers[str(name)].append(float(value))
         if isinstance(fields.get("failure"), str):
             reported = True
             if fields["failure"]:
                 failures[fields["failure"]] += 1
-                judged = any(name in (fields.get("reward_extra_info") or {}) for name in JUDGED)
-                unjudged += bool(columns["valid_row"][row]) and not judged
+                unjudged += bool(columns["valid_row"][row]) and not any(name in said for name in JUDGED)
     for name in JUDGED:
         if name in numbers:  # a trajectory that failed before it was judged has not been right
             numbers[name] += [0.0] * unjudged

@@ -26,7 +26,6 @@ trajectories of a process has failed is taken for a mistake (in it, the reward f
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -214,8 +213,7 @@ class OrchestraLoop(AgentLoopBase):
         text = await rows.decode(voice, ids)
         end = self._end(agent, text)
         if end is not None:
-            over = functools.partial(self._end, agent)
-            size = await threads(self.config, "decoding").run(_fewest, voice.tokenizer, ids, over)
+            size = await threads(self.config, "decoding").run(_fewest, voice.tokenizer, ids, agent.ends)
             call.response_ids = ids = ids[:size]
             call.response_logprobs = None if call.response_logprobs is None else call.response_logprobs[:size]
             text = text[:end]
@@ -415,6 +413,9 @@ def _fewest(tokenizer: Any, ids: Sequence[int], ends: Callable[[str], int | None
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        over = ends(tokenizer.decode(list(ids[:middle]), skip_special_tokens=True)) is not None
+        try:
+            over = ends(tokenizer.decode(list(ids[:middle]), skip_special_tokens=True)) is not None
+        except Exception:  # it looks for what is not there yet
+            over = False
         low, high = (low, middle) if over else (middle + 1, high)
     return low

@@ -7,8 +7,8 @@ been told, his own moves between, and answers with a move; in the end each playe
 
 - An answer without ``<action>...</action>`` is no valid action; the game gets its last characters and judges them.
 - A move that the game refuses is no valid action either. The player may try once more; then he has lost.
-- A game that is not over after ``max_turns`` answers, or the run's ``max_calls``, is lost by both: nobody gains by
-  stalling.
+- A game that is not over after ``max_turns`` answers, or the run's ``max_calls``, or whose talk no longer fits into a
+  prompt, is lost by both: nobody gains by stalling.
 - A move that breaks the game (and a new game of that seed begins) has lost, and the other player gets 0. A game that
   breaks by itself is a failure of the trajectory, by the names of `verl_ext.rollout.environments.protocol.FAULTS`.
 """

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from conftest import QUICK
 from standin import StandInJudge
@@ -111,6 +112,17 @@ def test_without_a_gpu_a_run_is_refused_with_key_value_and_remedy(monkeypatch: p
     with pytest.raises(Infrastructure, match="no CUDA device"):
         Judge(OPTIONS)
     assert "no CUDA device" in Cuda().lacks()
+
+
+def test_judges_need_gpus_beside_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cuda, "lacks", lambda self: "")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 9.0})
+    kernels = {"backend": "triton", "language": "triton", "workers": 2}
+    config = {"verl_ext": {"kernels": kernels}, "trainer": {"nnodes": 1, "n_gpus_per_node": 8}}
+    with pytest.raises(OptionError, match=r"workers: 2 judges .* 8 of the trainer: the Ray cluster has 9 in all"):
+        check_kernels(config)
+    check_kernels(config | {"trainer": {"nnodes": 1, "n_gpus_per_node": 7}})
 
 
 @pytest.mark.seconds

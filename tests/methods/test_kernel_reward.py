@@ -265,6 +265,13 @@ def test_the_geometric_mean_is_over_the_turns_with_tokens() -> None:
     np.testing.assert_allclose(keep, [(mean - 0.3) / 0.1] * 2 + [1.0] + [0.0] * 3 + [0.0] * 2 + [1.0] * 2, atol=1e-12)
 
 
+def test_trajectories_of_two_prompts_are_two() -> None:
+    keep = prs_keep_probability(
+        [0.9, 0.9, 0.0, 0.0], [True] * 4, index=["p", "p", "q", "q"], traj_uid=[0] * 4, level="geometric"
+    )
+    assert keep.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_equal_coverages_reach_the_threshold_that_they_equal() -> None:
     # The mean of three logarithms of 0.3 is off by rounding; the step must not see it.
     for turns in range(1, 12):

@@ -223,6 +223,7 @@ def test_void_turns() -> None:
     for text, void in [
         (python, False),
         ("```py\n1\n```", False),
+        ("```\n1\n```", False),  # as in the released code
         ("```python\nprint(1)", True),  # not finished
         ("so \\boxed{3}", False),
         ("```bash\nls\n```", True),

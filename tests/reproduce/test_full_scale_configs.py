@@ -19,6 +19,7 @@ from verl.utils.config import validate_config
 
 from verl_ext.cli import main as cli
 from verl_ext.integration import launch
+from verl_ext.integration.parts import uses_verl_ext
 from verl_ext.reproduce import command, plan
 from verl_ext.reproduce.catalogue import find_table, tables
 from verl_ext.reproduce.prepare import find_source
@@ -97,7 +98,7 @@ PUBLISHED_SETTINGS: dict[str, dict[str, Any]] = {
         f"{ACTOR}.clip_ratio_high": 0.28,
         f"{ACTOR}.clip_ratio_c": 3.0,
         f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
-        f"{ACTOR}.loss_scale_factor": 1000,
+        f"{ACTOR}.loss_scale_factor": 3000,  # 1000, and the three turns of a trajectory, by which the loss is divided
         f"{ACTOR}.grad_clip": 1.0,
         f"{ACTOR}.use_kl_loss": False,
         f"{ACTOR}.entropy_coeff": 0,
@@ -359,9 +360,11 @@ def test_cell_composes_and_is_valid(
     table: Table, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl_ext.kernels.cuda.Cuda.lacks", lambda self: "")  # the GPU that the cells are for
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # and not this machine's, which has none
     config = compose("ppo_trainer", overrides=overrides(table, cell))
     launch.prepare(config)
     OmegaConf.resolve(config)
+    assert uses_verl_ext(config), "and so each validation says of which data set its tasks are (parts/missing.py)"
     assert not need_critic(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     assert "checks passed" in capsys.readouterr().out

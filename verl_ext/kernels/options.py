@@ -8,6 +8,7 @@ import inspect
 from typing import Any, Literal
 
 import numpy as np
+import ray
 
 from verl_ext.integration.options import OptionError, dataclass_of, read, select
 from verl_ext.kernels import compiler, coverage
@@ -141,7 +142,7 @@ def check_kernels(config: Any) -> None:
     """Refuse a run whose kernels could not be judged on this machine.
 
     Raises:
-        OptionError: a bad option, or no compiler, or no tracing, with the remedy.
+        OptionError: a bad option, or no compiler, or no tracing, or too few GPUs, with the remedy.
         CageError: this machine has not what the sandbox's cage needs.
     """
     options = read_options(config)
@@ -152,6 +153,14 @@ def check_kernels(config: Any) -> None:
         raise OptionError(f"{KEY}: coverage cannot be measured here: {refused}.")
     if options.backend == "triton" and (lacks := Cuda().lacks()):
         raise OptionError(f"{KEY}.backend=triton: {lacks}: {KEY}.backend=triton_interpret")
+    if options.backend == "triton" and ray.is_initialized():
+        trainer = config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
+        there, workers = int(ray.cluster_resources().get("GPU", 0)), options.workers or 1
+        if there < trainer + workers:
+            said = f"{workers} judges of the back end triton hold a GPU each, beside {trainer} of the trainer"
+            raise OptionError(
+                f"{KEY}.workers: {said}: the Ray cluster has {there} in all. Add some, or use fewer."
+            )
     if lacks := missing(options.language):
         raise OptionError(f"{KEY}.language: {lacks}")
 

@@ -24,7 +24,7 @@ from verl_ext.methods.groups import Column
 from verl_ext.methods.options import Count, Discount, NotNegative, OptionError, checked
 from verl_ext.methods.rejection import ROUNDING, Rejection
 from verl_ext.methods.returns import regressed_turns
-from verl_ext.methods.rows import Rows
+from verl_ext.methods.rows import TRAJECTORY, Rows
 
 PAPER_SPEEDUP_UPPER = 3.0  # in Eq. 8
 #: Coverages are raised to this before their geometric mean (released).
@@ -157,6 +157,7 @@ def prs_keep_probability(
     correct: Column,
     speedup: Column | None = None,
     *,
+    index: Column | None = None,
     traj_uid: Column | None = None,
     turn_index: Column | None = None,
     nonempty: Column | None = None,
@@ -174,6 +175,7 @@ def prs_keep_probability(
         coverage: [B] profiling reward of the row; None or NaN: 0.
         correct: [B] bool.
         speedup: [B]; read for speedup_threshold alone. None or NaN: not measured.
+        index: [B] prompt uid; trajectories of two prompts are never one.
         traj_uid: [B] trajectory; level "geometric" needs it.
         turn_index: [B] turn of the row, only named in errors: a mean does not depend on the order.
         nonempty: [B] bool, the row has model tokens; None: all have. Rows without are in no mean.
@@ -193,6 +195,7 @@ def prs_keep_probability(
         coverage=coverage,
         correct=correct,
         speedup=speedup,
+        index=index,
         traj_uid=traj_uid,
         turn_index=turn_index,
         nonempty=nonempty,
@@ -200,7 +203,7 @@ def prs_keep_probability(
     share, right = rows.measured("coverage"), rows.bools("correct")
     rows.refuse("coverage", "a share of the time, at least 0", share, share < 0)
     if level == "geometric":
-        trajectory = rows.ids("traj_uid")
+        trajectory = rows.keys(TRAJECTORY) if "index" in rows else rows.ids("traj_uid")
         counted = rows.bools("nonempty") if "nonempty" in rows else np.ones(len(share), dtype=bool)
         logs = np.where(counted, np.log(np.maximum(share, COVERAGE_FLOOR)), 0.0)
         mean = np.bincount(trajectory, logs) / np.maximum(np.bincount(trajectory, counted), 1.0)
@@ -223,6 +226,7 @@ def prs(
     correct: Column,
     draw: Column,
     speedup: Column | None = None,
+    index: Column | None = None,
     traj_uid: Column | None = None,
     turn_index: Column | None = None,
     level: Literal["turn", "geometric"] = "turn",
@@ -235,7 +239,7 @@ def prs(
 
     Args:
         response_mask: [B, T] of 0 and 1; rows without model tokens are in no mean.
-        coverage, correct, speedup, traj_uid, turn_index, level, threshold, factor, speedup_threshold: as there.
+        coverage, correct, speedup, index, traj_uid, turn_index, level, threshold, factor, speedup_threshold: as there.
         draw: [B] name of each row's random number, see `draws`.
         seed: of the random numbers.
     """
@@ -244,6 +248,7 @@ def prs(
         coverage,
         correct,
         speedup,
+        index=index,
         traj_uid=traj_uid,
         turn_index=turn_index,
         nonempty=some.cpu().numpy(),

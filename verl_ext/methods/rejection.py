@@ -230,7 +230,7 @@ def simpletir(
     return _rejection(response_mask, statistic == 0, statistic)
 
 
-CODE_BLOCK = re.compile(r"```(?:py|python)\b")
+CODE_BLOCK = re.compile(r"```(?:py|python)?\s*\n")
 ANSWER = "\\boxed{"
 
 

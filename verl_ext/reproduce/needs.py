@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -85,12 +86,12 @@ def lacks(
     for name in of_task if laptop else packages(table, cells):
         if not has_package(name):
             found.append(Lack(f"the package {name} is not installed", f"pip install {_INSTALL.get(name, name)}"))
+    said = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in extra}
     if laptop:
-        return found
+        return [*found, *(_of_kernels(said) if scale.task == "fuse" else ())]
     for variable, text in scale.needs.inputs.items():
         if not environment.get(variable):
             found.append(Lack(f"the environment variable {variable} is not set", f"export {variable}=... ({text})"))
-    said = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in extra}
     splits = [split for split in ("train", "val") if f"data.{split}_files" not in said]
     names = list(dict.fromkeys(name for split in splits for name in scale.data.get(split, ())))
     folder = plan.data_home() if data is None else data
@@ -113,11 +114,26 @@ def lacks(
             int(text) if (text := said.get(f"trainer.{key}", "")).isdecimal() else own
             for key, own in (("n_gpus_per_node", hardware.gpus_per_node), ("nnodes", hardware.nodes))
         )
-        seen, send = gpus(), "--submit http://HEAD:8265"
+        seen, send, judge = gpus(), "--submit http://HEAD:8265", plan.judge_gpus(scale, said)
+        more = f", and {judge} more for the judge of kernels" if judge else ""
         if nodes > 1:
-            what = f"{nodes} nodes with {each} GPUs each are needed"
+            what = f"{nodes} nodes with {each} GPUs each are needed{more}"
             found.append(Lack(what, f"start a Ray cluster on them and give {send}"))
-        elif seen < each:
-            what = f"{each} GPUs are needed and {seen} are seen"
+        elif seen < each + judge:
+            what = f"{each} GPUs are needed{more}; {seen} are seen"
             found.append(Lack(what, f"run it where they are, send it there with {send}, or try --scale laptop"))
+    return found
+
+
+def _of_kernels(said: Mapping[str, str]) -> list[Lack]:
+    """What the task `fuse` needs, on which programs of a model are compiled and run."""
+    from verl_ext.sandbox import CageError, check
+
+    found = []
+    if shutil.which("gcc") is None or shutil.which("nm") is None:
+        found.append(Lack("there is no gcc with binutils", "install both (Debian: apt install gcc)"))
+    try:
+        check(said.get("verl_ext.sandbox.cage", "required"))
+    except (CageError, ValueError) as error:
+        found.append(Lack("the sandbox has no cage here", str(error)))
     return found

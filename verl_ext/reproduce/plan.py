@@ -192,6 +192,12 @@ def number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def judge_gpus(scale: Scale, said: Mapping[str, str] | None = None) -> int:
+    """GPUs beside the trainer's that the judge of kernels holds, one a worker; `said` are overrides of the user's."""
+    found = {key.lstrip("+"): value for key, value in {**scale.overrides, **(said or {})}.items()}
+    return int(found.get("verl_ext.kernels.workers", 1)) if found.get("verl_ext.kernels.backend") == "triton" else 0
+
+
 def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int | None = None) -> str:
     """The cost of cells and seeds in words; with another number of steps than the table's, if it is given."""
     runs = f"{number(len(cells), 'cell')} x {number(len(seeds), 'seed')}"
@@ -207,6 +213,8 @@ def cost(scale: Scale, cells: Sequence[Cell], seeds: Sequence[int], steps: int |
     assert hardware is not None and hours is not None
     gpus = f"{number(hardware.gpus_per_node, 'GPU')} ({hardware.gpu}; {hardware.certainty})"
     machines = f"{number(hardware.nodes, 'node')} with {gpus}"
+    if judge := judge_gpus(scale):
+        machines += f" and {number(judge, 'GPU')} more for the judge"
     if hours.value is None:
         return f"{runs} on {machines}; hours of a cell: {hours.note or 'not stated'}"
     whole = hours.value * hardware.nodes * hardware.gpus_per_node * len(cells) * len(seeds)

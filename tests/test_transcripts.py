@@ -231,6 +231,13 @@ def test_what_is_not_there_is_said_with_what_is(run_folder: Path, choice: Choice
         read(run_folder, choice)
 
 
+def test_files_without_a_trajectory_are_said(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text("", encoding="utf-8")
+    for choice in (Choice(), Choice(trajectory="abc"), Choice(agent="solver")):
+        with pytest.raises(TranscriptError, match="no trajectory in these steps: their files are empty"):
+            read(tmp_path, choice)
+
+
 def test_other_files_are_told_apart(tmp_path: Path, run_folder: Path) -> None:
     with pytest.raises(TranscriptError, match=r"no transcripts in .*verl_ext\.rollouts_dir="):
         read(tmp_path / "nothing", Choice())

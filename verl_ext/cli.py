@@ -22,6 +22,8 @@ from verl_ext.overrides import Failure, UsageError, check_overrides, count, posi
 
 USAGE_ERROR = 2
 """Exit code of a command line that cannot be carried out as written, as argparse has it."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,11 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "reasoning_gym: questions of any of its datasets, no model",
     )
     parser.add_argument("--dataset", help="of reasoning_gym: its name of the dataset")
-    parser.add_argument("--config", default="{}", help="of reasoning_gym: the dataset's configuration, a JSON object")
+    parser.add_argument("--config", help="of reasoning_gym: the dataset's configuration, a JSON object (default: {})")
     parser.add_argument(
         "--rows",
         type=positive,
         nargs=2,
-        default=(1024, 128),
         metavar=("TRAIN", "VAL"),
         help="of reasoning_gym: questions of each file (default: 1024 128)",
     )
@@ -159,12 +160,10 @@ def _run_prepare(args: argparse.Namespace) -> int:
 
     if args.what == "reasoning_gym":
         return _write_reasoning_gym(args)
-    prepare = getattr(made, f"prepare_{args.what}")
-    try:
-        assets = prepare(args.out, seed=args.seed, force=args.force)
-    except (ImportError, FileExistsError) as error:
-        print(f"verl-ext prepare {args.what}: {error}", file=sys.stderr)
-        return 1
+    for name in ("dataset", "config", "rows"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is an option of `prepare reasoning_gym`, not of `prepare {args.what}`")
+    assets = getattr(made, f"prepare_{args.what}")(args.out, seed=args.seed, force=args.force)
     print(f"model: {assets.model_path}\ntask:  {assets.task}\ntrain: {assets.train_file}\nval:   {assets.val_file}")
     return 0
 
@@ -174,16 +173,16 @@ def _write_reasoning_gym(args: argparse.Namespace) -> int:
 
     if not args.dataset or args.out is None:
         raise UsageError("reasoning_gym needs --dataset NAME and --out FOLDER")
+    if args.force:
+        raise UsageError("reasoning_gym writes its files anew each time: leave out --force")
     try:
-        config = json.loads(args.config)
+        config = json.loads(args.config or "{}")
         if not isinstance(config, dict):
             raise ValueError(f"--config is {args.config}; give a JSON object")
-        train, val = args.rows
+        train, val = args.rows or (1024, 128)
         write_task(args.out, args.dataset, config, train_size=train, val_size=val, seed=args.seed)
     except (ValueError, TypeError, AssertionError) as error:  # reasoning-gym checks its settings by assertions
         raise UsageError(f"{args.dataset}: {error}") from error
-    except ImportError as error:
-        raise Failure(str(error)) from error
     print(f"train: {args.out / 'train.parquet'}\nval:   {args.out / 'val.parquet'}")
     return 0
 
@@ -224,11 +223,7 @@ def _run_demo(args: argparse.Namespace) -> int:
     args.overrides = [*args.overrides, *args.extras]
     from verl_ext.demo import run
 
-    try:
-        return run.main(args) or 0
-    except ImportError as error:
-        print(f"verl-ext demo: {error}", file=sys.stderr)
-        return 1
+    return run.main(args) or 0
 
 
 # --- bench --------------------------------------------------------------------------------------------------------
@@ -349,6 +344,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (head, less) has closed it: no error. Later writes at exit must not complain either.
         sys.stdout = None
         return 0
+    except (OSError, OverflowError, ImportError) as error:
+        print(f"verl-ext {command.name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

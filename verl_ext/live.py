@@ -10,6 +10,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from verl_ext import html_page
+from verl_ext.overrides import Failure, count
 
 NAMES = ("localhost", "127.0.0.1")
 """By which a page may be asked for: a foreign site that calls this machine by its own name gets nothing."""
@@ -19,13 +20,19 @@ def argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--watch``."""
     parser.add_argument(
         "--watch",
-        type=int,
+        type=_port,
         nargs="?",
         const=0,
         default=None,
         metavar="PORT",
         help="serve the page to this machine and follow what runs under way write (default: any free port)",
     )
+
+
+def _port(text: str) -> int:
+    if count(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port, from 0 (any free one) to 65535")
+    return int(text)
 
 
 def server(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
@@ -68,8 +75,12 @@ def server(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
 
 
 def watch(make: Callable[[], str], port: int) -> int:
-    """Serve the page until Ctrl-C; the command's exit code."""
-    with server(make, port) as serving:
+    """Serve the page until Ctrl-C; the command's exit code. Raises Failure: the port cannot be had."""
+    try:
+        serving = server(make, port)
+    except OSError as error:
+        raise Failure(f"--watch {port}: {error.strerror}; give another port, or none for any free one") from error
+    with serving:
         where, every = f"http://127.0.0.1:{serving.server_port}{html_page.PATH}", html_page.EVERY_S
         print(f"{where} follows what is written, every {every} s; Ctrl-C ends it", flush=True)
         try:

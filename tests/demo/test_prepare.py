@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_ext.cache import home
 from verl_ext.demo.assets import MANIFEST, DemoAssets
 from verl_ext.demo.data import generate, is_held_out
-from verl_ext.demo.prepare import prepare_demo
+from verl_ext.demo.prepare import prepare_demo, prepare_lake
 from verl_ext.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
@@ -87,6 +90,49 @@ def test_out_takes_an_own_folder_and_spares_a_foreign_one(tmp_path: Path) -> Non
     with pytest.raises(FileExistsError, match="was not made by"):
         prepare_demo(foreign, recipe=SHORT, force=True, progress=lambda line: None)
     assert (foreign / "thesis.txt").exists()
+
+
+def test_out_is_replaced_with_force_alone_and_never_what_it_did_not_make(tmp_path: Path) -> None:
+    quiet: Any = {"progress": lambda line: None}
+    out = tmp_path / "sums"
+    own = prepare_demo(out, recipe=SHORT, **quiet)
+    notes = out / "data" / "notes.txt"
+    notes.write_text("do not lose me")
+    before = digests(own)
+    with pytest.raises(FileExistsError, match=r"\(seed is 0, not 1\): name another folder, or give --force"):
+        prepare_demo(out, recipe=SHORT, seed=1, **quiet)
+    with pytest.raises(FileExistsError, match=r"\(kind is demo, not lake\)"):
+        prepare_lake(out, **quiet)
+    for seed in (0, 1):
+        with pytest.raises(FileExistsError, match=r"not made by `verl-ext prepare`: data/notes.txt; move them"):
+            prepare_demo(out, recipe=SHORT, seed=seed, force=True, **quiet)
+    assert digests(own) == before and prepare_demo(out, recipe=SHORT, **quiet).cached
+    notes.unlink()
+    assert not prepare_demo(out, recipe=SHORT, seed=1, force=True, **quiet).cached
+    # A manifest from before it named files: what every build makes may be replaced.
+    manifest = json.loads((out / MANIFEST).read_text())
+    del manifest["files"]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    (out / "thesis.txt").write_text("do not lose me either")
+    with pytest.raises(FileExistsError, match=r": thesis\.txt; move"):
+        prepare_demo(out, recipe=SHORT, force=True, **quiet)
+    (out / "thesis.txt").unlink()
+    prepare_demo(out, recipe=SHORT, force=True, **quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["sums"]
+
+
+def test_a_terminated_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom verl_ext.demo.assets import prepare\nfrom verl_ext.demo.recipes import LakeRecipe\n"
+        "def build(folder, recipe, seed, tell):\n    (folder / 'half').touch()\n    print('builds', flush=True)\n"
+        "    time.sleep(600)\n"
+        "prepare('lake', LakeRecipe(), build, cache_dir=sys.argv[1])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "builds\n"
+        assert len(list((tmp_path / "lake").iterdir())) == 1
+        process.terminate()
+    assert process.returncode != 0 and list((tmp_path / "lake").iterdir()) == []
 
 
 def test_failed_warm_up_says_so_and_caches_nothing(tmp_path: Path) -> None:

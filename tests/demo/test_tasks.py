@@ -221,3 +221,36 @@ def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest
     assert known.get_ylabel() == "norm of the gradient"
     monkeypatch.undo()
     pyplot.close("all")
+
+
+def test_a_folder_keeps_to_the_run_that_it_was_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verl-ext demo --recipe otb` after `make demo`: both write runs/demo."""
+    started: list[str] = []
+    monkeypatch.setattr(run, "run_task", lambda task, recipes, **more: started.append(f"{task.name} {recipes}") or 0)
+    out = tmp_path / "demo"
+    demo = ["demo", "--out", str(out)]
+    mistyped = ["--recipe", "otb", "actor.lr=1"]
+    assert cli.main([*demo, *mistyped]) == 0, "it has ended before a step: nothing to mix with"
+    assert cli.main([*demo, "a.b=1"]) == 0
+    metrics(out / "metrics.jsonl", 0.6)
+    assert cli.main([*demo, "a.b=1"]) == cli.main([*demo, "--steps", "3", "a.b=1"]) == 0
+    assert len(started) == 4
+    for words, said in (
+        (["--recipe", "otb", "a.b=1"], "(recipes: was trloo, is otb)"),
+        (["--seed", "1", "a.b=1"], "(seed: was 0, is 1)"),
+        (["--task", "lake"], "(task: was sums, is lake; overrides: was a.b=1, is none)"),
+    ):
+        assert cli.main([*demo, *words]) == 1
+        assert f"{out} was begun with another run {said}. Give another --out" in capsys.readouterr().err
+    # Begun before there were records: by the summary, or unknown.
+    (out / "demo.json").unlink()
+    (out / "summary.json").write_text(json.dumps({"task": "sums", "recipes": ["kpo"], "seed": 0}), encoding="utf-8")
+    assert cli.main(demo) == 1 and "recipes: was kpo, is trloo" in capsys.readouterr().err
+    (out / "summary.json").unlink()
+    assert cli.main(demo) == 0
+    (out / "metrics.jsonl").unlink()
+    (out / "checkpoints" / "global_step_1").mkdir(parents=True)
+    assert cli.main([*demo, "--seed", "1"]) == 1
+    assert len(started) == 5

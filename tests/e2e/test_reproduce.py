@@ -54,7 +54,14 @@ def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: P
     assert not (run / "metrics.1.jsonl").exists(), "the second start began from the first step"
     record = json.loads((run / "cell.json").read_text())
     assert record["state"] == "complete" and {"verl", "verl_ext", "torch"} <= set(record["versions"])
-    for name in ("metrics.jsonl", "log.txt", "command.txt", "summary.json", "validation/4.jsonl"):
+    for name in (
+        "metrics.jsonl",
+        "log.txt",
+        "command.txt",
+        "summary.json",
+        "validation/4.jsonl",
+        "validation/4.tasks.json",
+    ):
         assert (run / name).stat().st_size > 0, name
 
     base = out / "otb.samples" / "laptop"

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +199,19 @@ def test_a_score_does_not_rise_by_crashing(clean: Any, counted: bool) -> None:
     again: dict[str, list[Any]] = {"reward": [1.0]}
     part.on_validation(["toy"], ["a"], again)
     assert again == {"reward": [1.0]} and part.metrics == {"val-aux/missing_rollouts": 0}
+
+
+def test_the_tasks_of_a_validation_stand_beside_its_dump(clean: Any, tmp_path: Path) -> None:
+    """Also that of a prompt which lost all of its rollouts."""
+    prompt(clean, "a", "rows", "raises", partition="val")
+    prompt(clean, "b", "raises", "raises", partition="val")
+    buffer, part = sampler(0)
+    part.config = OmegaConf.create({"trainer": {"validation_data_dir": str(tmp_path / "validation")}})
+    part.trainer = SimpleNamespace(global_steps=5)
+    assert sample(buffer, 2, "val").keys == ["a_0_0"]
+    part.on_validation(["toy"], ["a"], {"reward": [1.0]})
+    (path,) = (tmp_path / "validation").iterdir()
+    assert path.name == "5.tasks.json" and json.loads(path.read_text()) == {"a": "toy", "b": "toy"}
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, "half", True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import matplotlib.image
 import pandas
 import pytest
+from matplotlib import pyplot
 
 from verl_ext import cli
 from verl_ext.report import compare
 from verl_ext.report.data import page_data
 from verl_ext.report.logs import LogError
+from verl_ext.report.pictures import write_pictures
 
 
 def write(path: Path, steps: dict[int, dict[str, float | None]]) -> Path:
@@ -251,6 +254,24 @@ def test_command_writes_a_page_and_pictures(tmp_path: Path, capsys: pytest.Captu
         assert (abs(pictures[name][..., :3] - wanted).max(axis=-1) < 0.01).sum() > 100, name
 
 
+def test_pictures_have_a_gap_where_a_value_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    values = {step: {"critic/score/mean": None if step == 3 else float(step)} for step in range(1, 6)}
+    for step in (2, 4):
+        values[step]["val-core/x"] = 1.0
+    write(tmp_path / "metrics.jsonl", values)
+    runs = compare.load([tmp_path])
+    write_pictures(runs, compare.sections(runs), tmp_path / "png")
+    monkeypatch.undo()
+    _, reward, validation = [figure.axes[0].lines[0] for figure in figures]
+    assert list(reward.get_xdata())[:2] == [1, 2] and math.isnan(reward.get_ydata()[2])
+    assert len(reward.get_ydata()) == 5
+    # What is logged now and then is no gap.
+    assert list(validation.get_xdata()) == [2, 4]
+    pyplot.close("all")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -260,6 +281,10 @@ def test_command_writes_a_page_and_pictures(tmp_path: Path, capsys: pytest.Captu
         (["runs", "--group", "none"], 2, "is not NAME=PATTERN"),
         (["runs", "--smooth", "0"], 2, "not a whole number of at least 1"),
         (["runs", "--out", "report.pdf"], 2, "ends in .html"),
+        (["runs", "--watch", "--out", "report.html"], 2, "--watch serves the page and writes no file: leave out --out"),
+        (["runs", "--watch", "--png", "pictures"], 2, "leave out --png, or --watch"),
+        (["runs", "--watch", "65536"], 2, "65536 is not a port"),
+        (["runs", "--watch", "taken"], 1, "Address already in use; give another port"),
     ],
 )
 def test_command_line_that_cannot_be_carried_out(
@@ -272,8 +297,10 @@ def test_command_line_that_cannot_be_carried_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "runs" / "metrics.jsonl", plain(1.0))
-    try:
-        got = cli.main(["report", *arguments])
-    except SystemExit as stop:
-        got = int(str(stop.code))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        try:
+            got = cli.main(["report", *(port if word == "taken" else word for word in arguments)])
+        except SystemExit as stop:
+            got = int(str(stop.code))
     assert got == code and words in capsys.readouterr().err and not list(tmp_path.glob("*.html"))

@@ -270,8 +270,29 @@ def test_event_files_of_a_resume_and_tensors(tmp_path: Path) -> None:
             writer.add_event(Event(wall_time=1.0, step=step, summary=Summary(value=values)))
         writer.close()
     run = read_run(tmp_path)
-    assert run.path == tmp_path and run.problems == [] and list(run.steps) == [1, 2, 3, 4, 5]
+    assert run.path == tmp_path and list(run.steps) == [1, 2, 3, 4, 5]
+    (problem,) = run.problems
+    assert "steps go back from 5 to 1: two runs of one name? The later value wins" in problem
     assert [run.steps[step]["plain"] for step in run.steps] == [101.0, 102.0, 103.0, 4.0, 5.0]
     for step, values in run.steps.items():
         assert set(values) == {"plain", "tensor", "double"}
         assert values["tensor"] == values["plain"] and values["double"] == step - 0.5
+
+
+def test_event_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    """tensorboard's files of a run, of another one of its name, and of the other's resume, which validates first."""
+    for number, (name, steps) in enumerate((("old", range(6)), ("new", range(4)), ("resumed", range(3, 6)))):
+        writer = EventFileWriter(str(tmp_path), filename_suffix=f".{number}")
+        for step in steps:
+            validates = step == steps[0]
+            values = [Summary.Value(tag=f"val-core/{name}" if validates else name, simple_value=step)]
+            writer.add_event(Event(wall_time=1.0, step=step, summary=Summary(value=values)))
+        writer.close()
+    mixed, own = read_run(tmp_path), read_run(tmp_path, anew=True)
+    assert [one.rpartition(": steps")[2] for one in mixed.problems] == [
+        " go back from 5 to 1: two runs of one name? The later value wins"
+    ]
+    assert "Of the earlier one only what is before step 1 is used" in own.problems[0] and "old" in mixed.curves
+    assert {name: list(curve) for name, curve in own.curves.items()} == {
+        "val-core/new": [0], "new": [1, 2, 3], "val-core/resumed": [3], "resumed": [4, 5],
+    }  # fmt: skip

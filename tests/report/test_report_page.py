@@ -226,6 +226,9 @@ def test_legend_smoothing_bands_and_log_are_kept_in_the_address(
     paths = panel(opened, "Entropy", "[...node.querySelectorAll('path')].map(path => path.getAttribute('d')).join()")
     assert "NaN" not in paths and "Infinity" not in paths
     address = opened.run("location.href")
+    # By name: a number would be another run's once there are more of them.
+    off = "new URLSearchParams(location.hash.slice(1)).getAll('off')"
+    assert opened.run(off) == opened.run("data.runs.slice(0, 3).map(run => run.name)")
     again = browser.open(address, width=1300, height=2400)
     settle(again)
     for title in ("Training reward", "Gradient norm", "Entropy"):

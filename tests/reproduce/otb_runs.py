@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
-from verl_ext.reproduce import runs
 from verl_ext.reproduce.catalogue import find_table, scale_of
+from verl_ext.reproduce.runs import COMPLETE, Run
 from verl_ext.reproduce.tables import Cell
 
 OTB, LAPTOP = scale_of(find_table("otb"), "laptop")
 CELL = LAPTOP.cells["otb_n4"]
 
 
-def begin(out: Path, cell: Cell = CELL, seed: int = 0, steps: int | None = 2, extra: tuple[str, ...] = ()) -> Path:
-    return runs.begin(OTB, LAPTOP, cell, seed, steps=steps, extra=extra, out=out)
+def run_of(out: Path, cell: Cell = CELL, seed: int = 0, steps: int | None = 2, extra: tuple[str, ...] = ()) -> Run:
+    scale = dataclasses.replace(LAPTOP, cells={**LAPTOP.cells, cell.name: cell})
+    return Run(OTB, scale, cell.name, seed, out, steps, extra)
+
+
+def begin(out: Path, *args: Any, **more: Any) -> Path:
+    run = run_of(out, *args, **more)
+    run.begin()
+    return run.path
 
 
 def log(folder: Path, *steps: int) -> None:
@@ -29,7 +38,8 @@ def log(folder: Path, *steps: int) -> None:
 
 
 def finish(out: Path, cell: Cell = CELL, seed: int = 0, steps: int = 2, extra: tuple[str, ...] = ()) -> Path:
-    folder = begin(out, cell, seed, steps, extra)
-    log(folder, *range(steps + 1))
-    runs.end(folder, runs.COMPLETE, 0, 1.5)
-    return folder
+    run = run_of(out, cell, seed, steps, extra)
+    run.begin()
+    log(run.path, *range(steps + 1))
+    run.end(COMPLETE, 0, 1.5)
+    return run.path

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from verl_ext.reproduce import render, runs
 from verl_ext.reproduce.catalogue import find_table, read_table
 from verl_ext.reproduce.collect import (
     AGENT_SPIKE,
     DIFFERENT,
+    NO_SPREAD,
     NOT_REACHED,
     NOT_SHOWN,
     OPPOSITE,
@@ -103,15 +102,16 @@ def make(table: Table, tmp_path: Path) -> Make:
     ) -> Path:
         part = table.full if scale == "full" else table.laptop
         assert part is not None
-        folder = runs.begin(table, part, part.cells[cell], seed, steps=steps, extra=extra, out=tmp_path / "runs")
+        made = runs.Run(table, part, cell, seed, tmp_path / "runs", steps, extra)
+        made.begin()
         text = "".join(
             line(step, {"trajectory/reward/mean": reward, "perf/total_num_tokens": 100, **(more or {})})
             for step, reward in enumerate(rewards, start=1)
         )
-        (folder / "metrics.jsonl").write_text(text[: len(text) - cut], encoding="utf-8")
+        (made.path / "metrics.jsonl").write_text(text[: len(text) - cut], encoding="utf-8")
         if state != runs.STARTED:
-            runs.end(folder, state, 0 if state == runs.COMPLETE else 1, 1.0)
-        return folder
+            made.end(state, 0 if state == runs.COMPLETE else 1, 1.0)
+        return made.path
 
     return run
 
@@ -123,7 +123,7 @@ def line(step: int, data: Mapping[str, Any]) -> str:
 def all_of(make: Make, **options: Any) -> None:
     for seed in range(3):
         make("a", seed, [0.1, 0.2, 0.3, 0.3 + 0.01 * seed], **options)
-        make("b", seed, [0.2, 0.5, 0.7, 0.7 + 0.01 * seed], **options)
+        make("b", seed, [0.2, 0.5, 0.7, 0.7 + 0.01 * (-seed % 3)], **options)
 
 
 def only(result: Result, *words: str) -> str:
@@ -155,19 +155,19 @@ def test_values_means_differences_and_curves(table: Table, make: Make, tmp_path:
     all_of(make)
     result = collect(table, "laptop", tmp_path / "runs")
     assert result.problems == []
-    assert values(result, "b") == pytest.approx({0: 0.7, 1: 0.705, 2: 0.71})
+    assert values(result, "b") == pytest.approx({0: 0.7, 1: 0.71, 2: 0.705})
     reward = result.summary.loc["b", "reward"]
     assert reward["mean"] == pytest.approx(0.705)
     assert reward["std"] == pytest.approx(0.005)
     assert reward["known"] == 3 and seeds(result, "b") == [0, 1, 2]
-    assert rewards(result, "b", 1) == {1: 0.2, 2: 0.5, 3: 0.7, 4: 0.71}
+    assert rewards(result, "b", 1) == {1: 0.2, 2: 0.5, 3: 0.7, 4: 0.72}
     # `tokens` never reaches 0.5 in A: there is nothing to compare.
     (difference,) = result.differences.itertuples()
     assert (difference.cell, difference.baseline, difference.metric) == ("b", "a", "reward")
     assert difference.difference == pytest.approx(0.705 - 0.305)
     assert difference.verdict == SHOWN
-    # Seed by seed the difference is the same, though the seeds differ.
-    assert difference.low == pytest.approx(0.4) == pytest.approx(difference.high)
+    # Differences 0.4, 0.405 and 0.395: Student's 4.303 times 0.005 / sqrt(3).
+    assert (difference.low, difference.high) == pytest.approx((0.4 - 0.01242, 0.4 + 0.01242), abs=1e-5)
     assert result.summary.loc["b", "tokens"]["mean"] == 200
     never = result.summary.loc["a", "tokens"]
     assert math.isnan(never["mean"]) and never["unreached"] == 3
@@ -205,10 +205,23 @@ def test_one_seed_has_no_noise(table: Table, make: Make, tmp_path: Path) -> None
     assert only(result, "no complete run") == "a (seeds 1, 2), b (seeds 1, 2): no complete run"
 
 
+def test_equal_differences_tell_nothing_of_their_noise(table: Table, make: Make, tmp_path: Path) -> None:
+    for seed in range(3):
+        make("a", seed, [0.3 + 0.1 * seed] * 4)
+        make("b", seed, [0.5 + 0.1 * seed] * 4)
+    (difference,) = collect(table, "laptop", tmp_path / "runs").differences.query("metric == 'reward'").itertuples()
+    assert difference.difference == pytest.approx(0.2) and difference.verdict == NO_SPREAD
+    assert all(map(math.isnan, (difference.low, difference.high, difference.detectable)))
+    for seed in range(3):
+        make("b", seed, [0.3 + 0.1 * seed] * 4)
+    (difference,) = collect(table, "laptop", tmp_path / "runs").differences.query("metric == 'reward'").itertuples()
+    assert difference.difference == 0 and difference.verdict == NOT_SHOWN
+
+
 def test_full_scale_stands_beside_the_paper(table: Table, make: Make, tmp_path: Path) -> None:
     for seed in range(3):
-        for cell, score in (("a", 0.50), ("b", 0.58)):
-            values = {"val-core/math500/acc/mean@2": score + 0.01 * seed, "val-core/aime24/acc/mean@2": score - 0.2}
+        for cell, score in (("a", 0.50 + 0.01 * seed), ("b", 0.58 + 0.01 * (-seed % 3))):
+            values = {"val-core/math500/acc/mean@2": score, "val-core/aime24/acc/mean@2": score - 0.21}
             make(cell, seed, scale="full", more=values)
     result = collect(table, "full", tmp_path / "runs")
     assert result.summary.loc["b", "avg"]["mean"] == pytest.approx(
@@ -216,7 +229,8 @@ def test_full_scale_stands_beside_the_paper(table: Table, make: Make, tmp_path: 
     )  # both sets, each the same, in percent
     value, relative, ratio, unknown = result.beside.itertuples()
     assert value.ours == pytest.approx(48.5) and value.gap == pytest.approx(-11.5)
-    assert value.verdict == relative.verdict == ratio.verdict == "outside the noise"
+    assert (value.verdict, relative.verdict) == ("outside the noise", "inside the noise")
+    assert ratio.verdict == NO_SPREAD, "as many tokens with every seed"
     assert relative.ours == pytest.approx(8.0)
     assert ratio.ours == pytest.approx(0.0) and ratio.gap == pytest.approx(50.0)
     assert math.isnan(unknown.ours) and math.isnan(unknown.gap) and unknown.verdict == "no value of ours"
@@ -439,12 +453,12 @@ def spec(kind: str, higher: bool = True, **options: Any) -> MetricSpec:
     return MetricSpec("m", "M", kind, options, higher=higher)
 
 
-def run_of(tmp_path: Path, curves: Mapping[str, Sequence[float]], sources: Sequence[str] = ()) -> Run:
+def run_of(tmp_path: Path, curves: Mapping[str, Sequence[float]]) -> Run:
     """A run with curves from step 1 on."""
     series = {
         key: pandas.Series(own, index=range(1, len(own) + 1), name=key, dtype=float) for key, own in curves.items()
     }
-    return Run("a", 0, tmp_path, series, sources=sources)
+    return Run("a", 0, tmp_path, series)
 
 
 def test_every_kind_of_a_table_file_has_an_evaluation(tmp_path: Path) -> None:
@@ -573,68 +587,42 @@ def test_a_dump_without_uids_is_grouped_by_the_prompt(tmp_path: Path) -> None:
     assert evaluate(spec("pass_at_k", k=2), run) == 0.5
 
 
+def tasks(folder: Path, step: int, **sources: str) -> None:
+    """What the package writes beside a dump."""
+    (folder / "validation" / f"{step}.tasks.json").write_text(json.dumps(sources), encoding="utf-8")
+
+
 def test_sources_of_a_dump_weigh_the_same(tmp_path: Path) -> None:
-    two = run_of(tmp_path, {"x": [1.0]}, ["big", "small"])
-    big = samples("a", [1], data_source="big") + samples("b", [1], data_source="big")
-    big += samples("c", [0], data_source="big") + samples("d", [0], data_source="big")
-    dump(tmp_path, 1, big + samples("e", [1], data_source="small"))
-    assert evaluate(spec("avg_at_k", source=("*",)), two) == 0.75
-    assert evaluate(spec("avg_at_k", source=("big",)), two) == 0.5
-    assert evaluate(spec("avg_at_k"), two) == pytest.approx(0.6)
+    run = run_of(tmp_path, {"x": [1.0]})
+    dump(tmp_path, 1, [one for task in "abcde" for one in samples(task, [float(task not in "cd")])])
+    assert evaluate(spec("avg_at_k"), run) == pytest.approx(0.6)
+    with pytest.raises(MetricMissing, match=r"data sources are not known: .* writes 1\.tasks\.json"):
+        evaluate(spec("avg_at_k", source=("*",)), run)
+    tasks(tmp_path, 1, a="big", b="big", c="big", d="big", e="small")
+    assert evaluate(spec("avg_at_k", source=("*",)), run) == 0.75
+    assert evaluate(spec("avg_at_k", source=("big",)), run) == 0.5
+    assert evaluate(spec("avg_at_k"), run) == pytest.approx(0.6)
     with pytest.raises(MetricMissing, match="no sample of data source 'bih' is in the validation dump; near are big"):
-        evaluate(spec("avg_at_k", source=("bih",)), two)
-    # A dump of one data set need not say which.
-    one = run_of(tmp_path, {"x": [1.0]}, ["big"])
-    dump(tmp_path, 1, samples("a", [1]) + samples("b", [0]))
-    assert evaluate(spec("avg_at_k", source=("big",)), one) == 0.5
+        evaluate(spec("avg_at_k", source=("bih",)), run)
 
 
-def prepared(home: Path, name: str, rows: Sequence[tuple[str, Any]]) -> None:
-    """A data set as `verl-ext reproduce prepare` leaves it."""
-    path = home / "data" / f"{name}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records = [
-        {
-            "data_source": name,
-            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f" {question}\n"}],
-            "reward_model": {"style": "rule", "ground_truth": truth},
-        }
-        for question, truth in rows
+def test_a_task_that_lost_all_of_its_samples_has_failed(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"x": [1.0]})
+    dump(tmp_path, 1, [*samples("a", [1, 1], speedup=2.0), *samples("b", [1, 1], speedup=2.0)])
+    tasks(tmp_path, 1, a="s", b="s", c="s", d="t")
+    for kind, more in (("avg_at_k", {"k": 2}), ("pass_at_k", {"k": 2}), ("fast_at", {"p": 1})):
+        said: list[str] = []
+        assert evaluate(spec(kind, **more), run, said.append) == 0.5
+        assert said[0] == "validation/1.jsonl: 2 of 4 tasks have lost all of their samples and count as failed"
+        assert evaluate(spec(kind, source=("s",), **more), run) == pytest.approx(2 / 3)
+        assert evaluate(spec(kind, source=("*",), **more), run) == pytest.approx((2 / 3 + 0) / 2)
+    # Of a validation whose dump was not written any more.
+    tasks(tmp_path, 1, x="s", y="s")
+    said = []
+    assert evaluate(spec("avg_at_k"), run, said.append) == 1.0
+    assert said == [
+        "validation/1.jsonl: 1.tasks.json is of another validation (a run was killed between the two): not used"
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(records), path)
-
-
-def test_the_prepared_data_sets_tell_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_EXT_HOME", str(tmp_path / "home"))
-    run = run_of(tmp_path, {"x": [1.0]}, ["sums", "words", "more"])
-    rows: list[dict[str, Any]] = [
-        # Known by the answer alone.
-        *({"uid": f"t1_{n}_0", "gts": ["a", "b"], "acc": 1.0, "input": "never seen"} for n in range(2)),
-        # The answer is in two sets: the question decides, in whichever output it stands, the longest one.
-        {"uid": "t2_0_0", "gts": ["7"], "acc": 0.0, "input": "user\nWhat is 3 + 4?"},
-        {"uid": "t2_0_1", "gts": ["7"], "acc": 0.0, "input": "user\nVerify this."},
-        {"uid": "t3_0_0", "gts": ["7"], "acc": 1.0, "input": "user\nWhat is 3 + 4? Say it in words."},
-        # A question that is in two sets is a task of each.
-        {"uid": "t4_0_0", "gts": ["9"], "acc": 1.0, "input": "Nine?"},
-        {"uid": "t5_0_0", "gts": ["9"], "acc": 1.0, "input": "Nine?"},
-    ]
-    dump(tmp_path, 1, rows)
-    wanted = spec("avg_at_k", source=("*",))
-    with pytest.raises(MetricMissing, match="may return data_source.*sums, words, more are not prepared here"):
-        evaluate(wanted, run)
-    prepared(tmp_path / "home", "sums", [("What is 3 + 4?", ["7"]), ("Nine?", ["9"])])
-    prepared(tmp_path / "home", "words", [("What is 3 + 4? Say it in words.", ["7"]), ("Letters?", ["a", "b"])])
-    with pytest.raises(MetricMissing, match="more is not prepared here"):
-        evaluate(wanted, run)
-    prepared(tmp_path / "home", "more", [("Nine?", ["9"])])
-    # sums: t2 and t5; words: t1 and t3; more: t4.
-    assert evaluate(spec("avg_at_k", source=("sums",)), run) == 0.5
-    assert evaluate(spec("avg_at_k", source=("words",)), run) == 1.0
-    assert evaluate(wanted, run) == pytest.approx((0.5 + 1.0 + 1.0) / 3)
-    dump(tmp_path, 1, [*rows, {"uid": "t6_0_0", "gts": ["?"], "acc": 1.0}])
-    said: list[str] = []
-    assert evaluate(wanted, run, said.append) == pytest.approx((0.5 + 1.0 + 1.0) / 3)
-    assert said == ["validation/1.jsonl: 1 of 6 tasks are in none of the prepared data sets: left out"]
 
 
 def test_fast_at_of_a_dump(tmp_path: Path) -> None:

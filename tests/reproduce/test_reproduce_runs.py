@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from otb_runs import CELL, LAPTOP, OTB, begin, finish, log
+from otb_runs import CELL, LAPTOP, OTB, begin, finish, log, run_of
 
 from verl_ext.cli import main
-from verl_ext.reproduce import cluster, needs, plan, runs
+from verl_ext.reproduce import cluster, command, needs, plan, runs
 from verl_ext.reproduce.catalogue import find_table, scale_of
-from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
+from verl_ext.reproduce.run import INTERRUPTED
 from verl_ext.reproduce.run import run as run_here
+from verl_ext.sandbox import check
 
 # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -129,9 +131,9 @@ def test_a_run_begins_goes_on_and_is_complete(tmp_path: Path) -> None:
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert (run.cell, run.seed, run.record["state"], run.problems) == ("otb_n4", 0, runs.STARTED, [])
     log(folder, 0, 1)
-    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=2, extra=[], out=tmp_path)[1]
+    assert not run_of(tmp_path).examine()
     log(folder, 2)
-    runs.end(folder, runs.COMPLETE, 0, 1.5)
+    run_of(tmp_path).end(runs.COMPLETE, 0, 1.5)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert (
         run.record["state"] == runs.COMPLETE
@@ -139,10 +141,9 @@ def test_a_run_begins_goes_on_and_is_complete(tmp_path: Path) -> None:
         and run.problems == []
         and run.record["versions"] == record["versions"]
     )
-    examine = dict(extra=[], out=tmp_path)
-    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=2, **examine)[1]
-    assert runs.examine(OTB, LAPTOP, CELL, 0, steps=1, **examine)[1], "a longer run is one of fewer steps as well"
-    assert not runs.examine(OTB, LAPTOP, CELL, 0, steps=3, **examine)[1], "more steps: it goes on"
+    assert run_of(tmp_path).examine()
+    assert run_of(tmp_path, steps=1).examine(), "a longer run is one of fewer steps as well"
+    assert not run_of(tmp_path, steps=3).examine(), "more steps: it goes on"
     begin(tmp_path, steps=3)
     after = json.loads((folder / "cell.json").read_text())
     assert after["seconds"] == 1.5 and after["started"] == record["started"] and after["steps"] == 3
@@ -166,7 +167,7 @@ def test_other_settings_in_the_folder_are_refused_by_name(tmp_path: Path) -> Non
 def test_a_folder_of_another_table_is_refused(tmp_path: Path) -> None:
     folder = finish(tmp_path)
     record = json.loads((folder / "cell.json").read_text())
-    runs.write_record(folder, {**record, "table": "kpo/math", "cell": "kpo"})
+    (folder / "cell.json").write_text(json.dumps({**record, "table": "kpo/math", "cell": "kpo"}))
     with pytest.raises(runs.RunError, match="says that this is kpo/math, laptop scale, cell kpo, seed 0"):
         begin(tmp_path)
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
@@ -174,7 +175,7 @@ def test_a_folder_of_another_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_or_broken_is_refused(tmp_path: Path) -> None:
-    folder = runs.folder_of(tmp_path, OTB, LAPTOP, "otb_n4", 0)
+    folder = run_of(tmp_path).path
     folder.mkdir(parents=True)
     log(folder, 1)
     with pytest.raises(runs.RunError, match="metrics or checkpoints but no cell.json"):
@@ -197,27 +198,32 @@ def test_runs_come_in_the_tables_order(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_run_one_folder(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from verl_ext.reproduce import runs\n"
-        "with runs.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from otb_runs import run_of\n"
+        "with run_of(Path(sys.argv[1])).locked(): print('held', flush=True); time.sleep(60)"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
     try:
         assert child.stdout is not None and child.stdout.readline() == "held\n"
         with pytest.raises(runs.RunError, match="another process is running"):
-            with runs.locked(tmp_path):
+            with run_of(tmp_path).locked():
                 pass
     finally:
         child.kill()
         child.wait()
-    with runs.locked(tmp_path):
+    with run_of(tmp_path).locked():
         pass
 
 
-def test_all_cells_of_a_seed_come_before_the_next_seed(tmp_path: Path) -> None:
-    cells = [LAPTOP.cells["group_mean_n4"], CELL]
+def test_all_cells_of_a_seed_come_before_the_next_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[runs.Run] = []
+    monkeypatch.setattr("verl_ext.reproduce.run.run", lambda found, **how: asked.extend(found) or 0)
     finish(tmp_path, seed=1)
-    found = jobs(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path))
-    assert [(job.cell.name, job.seed, job.done) for job in found] == [
+    words = ("--cell", "otb_n4", "group_mean_n4", "--seeds", "0", "1", "--steps", "2", "--out", tmp_path)
+    assert reproduce(capsys, "run", "otb", "--scale", "laptop", *words)[0] == 0
+    assert [(run.cell, run.seed, run.examine()) for run in asked] == [
         ("group_mean_n4", 0, False), ("otb_n4", 0, False), ("group_mean_n4", 1, False), ("otb_n4", 1, True),
     ]  # fmt: skip
 
@@ -290,7 +296,7 @@ def test_the_full_scale_names_what_is_missing_before_it_starts(
     assert f"no data drkernel_rl, kernelbench_level1, kernelbench_level2, kernelbench_level3 in {tmp_path}" in err
     assert "verl-ext reproduce prepare trloo/kernelbench (without a network: --from FOLDER)" in err
     assert "COLD_START_MODEL is not set: export COLD_START_MODEL=..." in err
-    assert "8 GPUs are needed and 2 are seen: run it where they are" in err
+    assert "8 GPUs are needed, and 8 more for the judge of kernels; 2 are seen: run it where they are" in err
 
 
 def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +312,10 @@ def test_data_that_was_changed_or_is_not_ours_is_found(tmp_path: Path, monkeypat
     assert said() == []
     assert said(sums=True) == [f"the data {name} cannot be used" for name in OTB.full.data_names]
     assert said(extra=["data.train_files=x", "data.val_files=x"], sums=True) == []
-    assert said(extra=["trainer.n_gpus_per_node=16"]) == ["16 GPUs are needed and 8 are seen"]
+    assert said(extra=["trainer.n_gpus_per_node=16"]) == ["16 GPUs are needed; 8 are seen"]
     assert said(extra=["trainer.nnodes=2"]) == ["2 nodes with 8 GPUs each are needed"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert said() == ["8 GPUs are needed and 0 are seen"]
+    assert said() == ["8 GPUs are needed; 0 are seen"]
     on_a_cluster = needs.lacks(OTB, OTB.full, cells, data=tmp_path, environment={"RAY_ADDRESS": "x"})
     assert not any("GPU" in lack.what for lack in on_a_cluster)
 
@@ -325,6 +331,19 @@ def test_a_package_that_a_laptop_task_needs(monkeypatch: pytest.MonkeyPatch) -> 
     (lack,) = needs.lacks(team, team_scale, list(team_scale.cells.values()))
     assert str(lack) == "the package bm25s is not installed: pip install 'verl-ext[search]'"
     assert needs.lacks(OTB, LAPTOP, [CELL]) == []
+
+
+def test_what_kernels_of_a_laptop_task_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, scale = scale_of(find_table("trloo/kernelbench_14b"), "laptop")
+    assert scale.task == "fuse" and needs.lacks(table, scale, []) == []
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("verl_ext.sandbox.pool.landlock_version", lambda: 0)
+    check.cache_clear()
+    compiler, cage = needs.lacks(table, scale, [])
+    assert str(compiler) == "there is no gcc with binutils: install both (Debian: apt install gcc)"
+    assert "the sandbox has no cage here: verl_ext.sandbox.cage=required needs Landlock" in str(cage)
+    assert needs.lacks(table, scale, [], ["++verl_ext.sandbox.cage=rlimits"]) == [compiler]
+    check.cache_clear()
 
 
 def test_packages_are_known_by_distribution_or_module() -> None:
@@ -343,7 +362,7 @@ def test_list_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "open:  - " in out and "abstract-or-blog" in out and "published: in " in out
     commands = out.split("\n\n")[2:]
     found = [shlex.split(command.split("\n", 1)[1].replace("\\\n", " "))[3:] for command in commands]
-    folder = runs.folder_of(runs.DEFAULT_OUT.absolute(), OTB, OTB.full, "otb_n4", 1)
+    folder = runs.Run(OTB, OTB.full, "otb_n4", 1, runs.DEFAULT_OUT).path
     assert plan.full_words(OTB, OTB.full.cells["otb_n4"], 1, folder) in found
     code, out, err = reproduce(capsys, "plan", "hgpo/webshop", "--scale", "laptop", "--cell", "hgpo", "--seeds", "0")
     assert code == 0 and "hgpo/webshop at laptop scale is hgpo/alfworld" in err
@@ -372,14 +391,15 @@ def test_jobs_are_named_by_table_cell_and_seed(
     monkeypatch.setenv("VERL_EXT_HOME", "/a home")
     finish(tmp_path, seed=1, extra=("a=b c",))
     cells = [LAPTOP.cells["group_mean_n4"], CELL]
-    tasks = cluster.tasks_of(Request(OTB, LAPTOP, cells, (0, 1), steps=2, out=tmp_path, extra=["a=b c"]))
+    found = [run_of(tmp_path, cell, seed, extra=("a=b c",)) for seed in (0, 1) for cell in cells]
+    tasks = cluster.tasks_of(found)
     assert "otb_n4, seed 1: complete in" in capsys.readouterr().out
     names = [(name, seed) for name, seed in (("group_mean_n4", 0), ("otb_n4", 0), ("group_mean_n4", 1))]
     assert [task.name for task in tasks] == [f"verl_ext.otb.samples.laptop.{name}.seed_{seed}" for name, seed in names]
     words = shlex.split(tasks[1].entrypoint)
     assert words[:4] == [sys.executable, "-m", "verl_ext.cli", "reproduce"] and words[-1] == "a=b c"
     assert " --cell otb_n4 --seeds 0 " in tasks[1].entrypoint and " --no-collect --steps 2 " in tasks[1].entrypoint
-    (blind,) = cluster.tasks_of(Request(OTB, LAPTOP, cells[:1], (0,), steps=2, out=tmp_path, check=False))
+    (blind,) = cluster.tasks_of(found[:1], check=False)
     assert " --no-check " in blind.entrypoint and "--no-check" not in tasks[0].entrypoint
     assert tasks[1].environment == {"VERL_EXT_HOME": "/a home"}
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"
@@ -394,12 +414,29 @@ def test_an_address_where_nothing_answers(tmp_path: Path, capsys: pytest.Capture
     assert code == 1 and "no Ray job server answers at http://127.0.0.1:1" in err
 
 
+def test_other_overrides_are_refused_only_where_there_is_something_to_mix_with(tmp_path: Path) -> None:
+    folder = begin(tmp_path, extra=("actor.lrr=1",))
+    log(folder, 0)
+    run_of(tmp_path).end(runs.FAILED, 1, 1.0)
+    assert begin(tmp_path, extra=("actor.lr=1",)) == folder
+    assert json.loads((folder / "cell.json").read_text())["extra"] == ["actor.lr=1"]
+    (folder / "checkpoints" / "global_step_1").mkdir(parents=True)
+    with pytest.raises(runs.RunError, match=r"were actor\.lr=1, are none"):
+        begin(tmp_path)
+
+
+def test_overrides_that_seeds_have_swallowed_are_overrides() -> None:
+    args = argparse.Namespace(seeds=["0", "~actor.x", "1", "+a=b", "~c=d"], overrides=["e=f"])
+    assert command._split(args, "seeds") == ["0", "1"]
+    assert args.overrides == ["~actor.x", "+a=b", "~c=d", "e=f"]
+
+
 def test_a_run_that_was_killed_after_its_last_step_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = begin(tmp_path)
     log(folder, 0, 1, 2)
-    assert run_here(Request(OTB, LAPTOP, [CELL], (0,), steps=2, out=tmp_path, collect=False)) == 0
+    assert run_here([run_of(tmp_path)], collect=False) == 0
     assert "was at step 2, goes on" in capsys.readouterr().out
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert run.record["state"] == runs.COMPLETE
@@ -408,13 +445,22 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
 def test_runs_that_fail_are_named_and_the_rest_is_run_and_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trainer that ends at once."""
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    cell = OTB.full.cells["otb_n4"]
-    assert run_here(Request(OTB, OTB.full, [cell], (0, 1), out=tmp_path, check=False)) == 1
+    """A trainer that ends after a step, and one that ends at once, which the others would do as well."""
+    trainer = tmp_path / "python"
+    line = json.dumps({"step": 1, "data": {"actor/loss": 1.0}}).replace('"', '\\"')
+    trainer.write_text(f'#!/bin/sh\necho "{line}" > "$VERL_FILE_LOGGER_PATH"\nexit 3\n', encoding="utf-8")
+    trainer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(trainer))
+    first, second = ([runs.Run(OTB, OTB.full, "otb_n4", seed, tmp_path / out) for seed in (0, 1)] for out in "ab")
+    assert run_here(first, check=False) == 3
     said = capsys.readouterr()
     assert "failed: otb_n4, seed 0; otb_n4, seed 1; the same command tries them again" in said.err
     assert "no complete run of otb/samples at full scale" in said.err and "[2/2]" in said.out
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert run_here(second, check=False) == 1
+    said = capsys.readouterr()
+    assert "it ended before its first step: the other runs are not tried" in said.err and "[2/2]" not in said.out
+    assert "failed: otb_n4, seed 0; the same" in said.err
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,10 +472,10 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.
 def test_nothing_is_run_when_a_folder_is_refused(tmp_path: Path) -> None:
     folder = finish(tmp_path, seed=1)
     record = json.loads((folder / "cell.json").read_text())
-    runs.write_record(folder, {**record, "seed": 7})
+    (folder / "cell.json").write_text(json.dumps({**record, "seed": 7}))
     with pytest.raises(runs.RunError, match="seed 7"):
-        run_here(Request(OTB, LAPTOP, [CELL], (0, 1), steps=2, out=tmp_path))
-    assert not runs.folder_of(tmp_path, OTB, LAPTOP, "otb_n4", 0).exists()
+        run_here([run_of(tmp_path, seed=seed) for seed in (0, 1)])
+    assert not run_of(tmp_path).path.exists()
     assert INTERRUPTED == 130
 
 
@@ -441,7 +487,7 @@ def test_the_full_scale_starts_verls_trainer_with_the_planned_command(
     extra = "algorithm.otb.baseline=nonsense"
     words = ("run", "otb", "--cell", "otb_n4", "--seeds", "3", "--out", tmp_path, "--no-check", "--no-collect", extra)
     code, out, _ = reproduce(capsys, *words)
-    folder = runs.folder_of(tmp_path, OTB, OTB.full, "otb_n4", 3)
+    folder = runs.Run(OTB, OTB.full, "otb_n4", 3, tmp_path).path
     assert code == 1 and "algorithm.otb.baseline" in out and f"the whole log is in {folder / 'log.txt'}" in out
     written = shlex.split((folder / "command.txt").read_text())
     assert written[0] == f"VERL_FILE_LOGGER_PATH={folder / 'metrics.jsonl'}"

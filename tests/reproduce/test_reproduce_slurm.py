@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from otb_runs import CELL, LAPTOP, begin, finish, log
+from otb_runs import CELL, LAPTOP, begin, finish, log, run_of
 
 from verl_ext.cli import main
-from verl_ext.reproduce import runs
 from verl_ext.reproduce.cluster import SUCCEEDED, SubmitError, Task, follow
 from verl_ext.reproduce.slurm_jobs import SlurmJobs
 
@@ -28,7 +27,7 @@ def test_a_table_as_jobs_of_submitit(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = begin(tmp_path)
     log(folder, 0, 1, 2)
     job = "verl_ext.otb.samples.laptop.otb_n4.seed_0"
-    with runs.locked(folder):  # as another process that is at it
+    with run_of(tmp_path).locked():  # as another process that is at it
         assert main(words) == 1
     said = capsys.readouterr()
     assert f"{job}: FAILED" in said.out and f"not complete: {job}" in said.err

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.reproduce import metrics, noise
-from verl_ext.reproduce.noise import Interval
 
 property_of_all = settings(deadline=None, derandomize=True, max_examples=50)
 finite = st.floats(-100, 100, allow_nan=False)
@@ -153,9 +152,17 @@ def test_runs_with_the_same_seed_are_pairs() -> None:
     value, interval = noise.difference(ours, theirs)
     assert value == 2 and interval == noise.mean_interval(by_seed([1, 2, 3]))
     assert interval is not None and not interval.holds(6.5) and interval.holds(0.0)
-    value, interval = noise.difference(by_seed([0.4, 0.5, 0.6]), by_seed([0.1, 0.2, 0.3]))
-    assert interval is not None and interval.low == interval.high == value == pytest.approx(0.3)
-    assert interval.dof == math.inf and interval.detectable == 0.0
+
+
+def test_values_without_spread_tell_nothing_of_their_noise() -> None:
+    for value, interval in (
+        noise.difference(by_seed([0.4, 0.5, 0.6]), by_seed([0.1, 0.2, 0.3])),
+        noise.difference(by_seed([1.3, 1.3]), by_seed([1, 1, 1], first=5)),
+        (0.3, noise.mean_interval(by_seed([0.3, 0.3, 0.3]))),
+    ):
+        assert interval is not None and interval.value == value == pytest.approx(0.3)
+        assert all(map(math.isnan, (interval.low, interval.high, interval.dof, interval.detectable)))
+        assert not interval.holds(value)
 
 
 def test_welch_by_hand() -> None:
@@ -166,8 +173,7 @@ def test_welch_by_hand() -> None:
     assert interval.dof == pytest.approx(50 / 17)
     assert interval.high + 4 == pytest.approx(3.219 * math.sqrt(5 / 3), rel=2e-3)  # between the tables' 4.303 and 3.182
     assert interval.holds(-4) and not interval.holds(0.5)
-    # Equal seeds have no noise; that of one seed is unknown.
-    assert noise.difference(by_seed([2, 2]), by_seed([1, 1, 1], first=5)) == (1, Interval(1, 1, 1, math.inf, 0.0))
+    # The noise of one seed is unknown.
     assert noise.difference(by_seed([1]), by_seed([1, 2, 3])) == (-1, None)
     assert noise.difference(by_seed([1, 2, 3]), by_seed([1], first=3)) == (1, None)
 
@@ -179,8 +185,8 @@ def test_a_difference_is_antisymmetric_and_follows_a_shift(a: list[float], b: li
         ours, theirs = by_seed(a), by_seed(b, first)
         (value, there), (back, other) = noise.difference(ours, theirs), noise.difference(theirs, ours)
         assert there is not None and other is not None
-        assert (-back, -other.high, -other.low) == pytest.approx((value, there.low, there.high), abs=1e-9)
-        assert there.low <= value <= there.high
+        assert (-back, -other.high, -other.low) == pytest.approx((value, there.low, there.high), abs=1e-9, nan_ok=True)
+        assert there.low <= value <= there.high or math.isnan(there.low)
         moved, _ = noise.difference(ours + shift, theirs)
         assert moved == pytest.approx(value + shift, abs=1e-9)
 

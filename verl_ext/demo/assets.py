@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -76,6 +78,23 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end what is within as Ctrl-C does, so that it is cleaned up."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody listen to signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def recipe_key(recipe: Mapping[str, Any]) -> str:
     """Name of the cache folder of a recipe: 12 hex digits of the SHA-256 of its JSON."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
@@ -100,7 +119,8 @@ def prepare(
         out, cache_dir, force, progress: as in :mod:`verl_ext.demo.prepare`.
 
     Raises:
-        FileExistsError: ``out`` exists and holds something else.
+        FileExistsError: ``out`` exists and holds something else: what was not made here, or, without `force`, what was
+            made of another recipe or seed.
     """
     tell = progress or say
     described = {"kind": kind, "format": FORMAT, "seed": seed, **asdict(recipe)}
@@ -110,30 +130,65 @@ def prepare(
     found = _read(folder, described)
     if found is not None and not force:
         return found
-    if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-        raise FileExistsError(
-            f"{folder} exists and was not made by `verl-ext prepare`; name another folder or empty it"
-        )
+    if out is not None or not (folder / MANIFEST).is_file():
+        _spare(folder, described, force)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     # Beside its final place, so that the rename stays within one file system.
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        work.chmod(0o755)
-        with quiet_transformers():
-            described_assets = build(work, recipe, seed, tell)
-        seconds = time.perf_counter() - started
-        manifest = {"recipe": described, "seconds": seconds, **described_assets}
-        (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _put_in_place(work, folder, described, force)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with interrupted_by_sigterm():
+        try:
+            work.chmod(0o755)
+            with quiet_transformers():
+                described_assets = build(work, recipe, seed, tell)
+            seconds = time.perf_counter() - started
+            manifest = {"recipe": described, "seconds": seconds, "files": _files(work), **described_assets}
+            (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            if out is not None:
+                _spare(folder, described, force)  # what has come there in the meantime
+            _put_in_place(work, folder, described, force)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     made = _read(folder, described)
     if made is None:
         raise RuntimeError(f"{folder} was replaced by another process with a different recipe; run again")
     tell(f"{kind}: ready in {folder} ({seconds:.1f} s)")
     return DemoAssets(**{**asdict(made), "cached": False})
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def _spare(folder: Path, described: Mapping[str, Any], force: bool) -> None:
+    """Raises FileExistsError: a folder holds what may not be replaced by what is `described`: files that no manifest of
+    ours names, or, without `force`, anything else.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        before = manifest["recipe"]
+    except (OSError, ValueError, KeyError, TypeError):
+        said = f"{folder} exists and was not made by `verl-ext prepare`; name another folder or empty it"
+        raise FileExistsError(said) from None
+    after = json.loads(json.dumps(described))
+    if before != after and not force:
+        changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+        keys = ["kind"] if "kind" in changed else changed
+        said = "; ".join(f"{key} is {before.get(key)}, not {after.get(key)}" for key in keys)
+        raise FileExistsError(f"{folder} holds another model and task ({said}): name another folder, or give --force")
+    # Manifests from before they named files: what every build makes.
+    known = {MANIFEST, *manifest.get("files", ())}
+    foreign = [
+        name
+        for name in _files(folder)
+        if name not in known and ("files" in manifest or name.split("/")[0] not in ("model", "data"))
+    ]
+    if foreign and (force or before != after):
+        said = f"{folder} holds files that were not made by `verl-ext prepare`: {', '.join(foreign[:5])}"
+        raise FileExistsError(f"{said}{', ...' if len(foreign) > 5 else ''}; move them, or name another folder")
 
 
 def _put_in_place(work: Path, folder: Path, described: dict[str, Any], force: bool) -> None:

@@ -24,9 +24,15 @@ from typing import Any
 
 import pandas
 
+from verl_ext.demo.assets import interrupted_by_sigterm
 from verl_ext.demo.curve import column, draw, read_metrics
 from verl_ext.demo.tasks import DemoTask, choose, overrides
+from verl_ext.overrides import Failure
+from verl_ext.report.logs import is_begun
 from verl_ext.whatif.command import last_batches
+
+RECORD = "demo.json"
+"""In a run's folder: the task, recipes, seed and overrides that it was begun with."""
 
 
 def main(args: Any) -> int:
@@ -42,13 +48,35 @@ def main(args: Any) -> int:
 
     Raises:
         UsageError: the recipes are made for different tasks.
+        Failure: the folder has a run that was begun with another task, recipes, seed or overrides.
     """
     recipes = [name for name in args.recipe if name != "cpu"]
     task = choose(recipes, args.task)
     steps = task.settings.steps if args.steps is None else args.steps
     out = Path(args.out).absolute()
+    # Where Ray runs is no part of what is trained.
+    words = [word for word in args.overrides if not word.lstrip("+").startswith("ray_kwargs.")]
+    _note(out, {"task": task.name, "recipes": recipes, "seed": args.seed, "overrides": words})
     last = [f"verl_ext.record_dir={out / 'records'}", "verl_ext.record_steps=4"]
     return run_task(task, recipes, steps=steps, seed=args.seed, out=out, extra=[*last, *args.overrides])
+
+
+def _note(out: Path, asked: Mapping[str, Any]) -> None:
+    """Write `RECORD` into a run's folder. Raises Failure: a run was begun there that differs, by its own record, or by
+    the summary of a finished one that was begun before there were records.
+    """
+    if is_begun(out):
+        known = next((out / name for name in (RECORD, "summary.json") if (out / name).is_file()), None)
+        before = json.loads(known.read_text(encoding="utf-8")) if known else {}
+        if changed := [key for key in asked if key in before and before[key] != asked[key]]:
+            said = "; ".join(f"{key}: was {_shown(before[key])}, is {_shown(asked[key])}" for key in changed)
+            raise Failure(f"{out} was begun with another run ({said}). Give another --out, or remove that folder")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RECORD).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
+
+
+def _shown(value: Any) -> str:
+    return (" ".join(value) or "none") if isinstance(value, list) else str(value)
 
 
 def run_task(
@@ -147,7 +175,7 @@ def train(command: Sequence[str], environment: Mapping[str, str], out: Path, ste
         The child's exit code; 130 after Ctrl-C.
     """
     log_path = out / "log.txt"
-    with log_path.open("ab") as log:
+    with log_path.open("ab") as log, interrupted_by_sigterm():
         child = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -156,7 +184,6 @@ def train(command: Sequence[str], environment: Mapping[str, str], out: Path, ste
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-        previous = signal.signal(signal.SIGTERM, _as_interrupt)
         progress = Progress(out / "metrics.jsonl", steps)
         try:
             while child.poll() is None:
@@ -169,18 +196,12 @@ def train(command: Sequence[str], environment: Mapping[str, str], out: Path, ste
         except BaseException:
             _stop(child)
             raise
-        finally:
-            signal.signal(signal.SIGTERM, previous)
         progress.show(last=True)
     if child.returncode != 0:
         tail = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
         print("\n".join(tail))
         print(f"\nverl's trainer ended with code {child.returncode}; the whole log is in {log_path}", flush=True)
     return child.returncode
-
-
-def _as_interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import live
-from verl_ext.overrides import positive
+from verl_ext.overrides import UsageError, positive
+
+OUT = Path("report.html")
+"""Where the page goes if nothing else is said."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a run, or with runs below it, or a file: verl's jsonl (trainer.logger=file), tensorboard's "
         "event files, or wandb's offline folder",
     )
-    parser.add_argument("--out", type=_page, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--out", type=_page, metavar="FILE", help=f"default: {OUT}")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write a PNG of each panel")
     parser.add_argument(
         "--smooth", type=positive, default=1, metavar="N", help="mean of the last N steps (default: 1, none)"
@@ -50,13 +53,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write what the command line asks for. Raises LogError: no run has metrics, or a group or metric fits nothing."""
     if args.watch is not None:
+        for name in ("out", "png"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--watch serves the page and writes no file: leave out --{name}, or --watch")
         return live.watch(lambda: _made(args)[0], args.watch)
     text, runs, sections, left_out = _made(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_bytes(text.encode("utf-8", "backslashreplace"))
+    out = OUT if args.out is None else args.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(text.encode("utf-8", "backslashreplace"))
     metrics = len({name for one in runs for name in one.log.curves})
-    groups, size = len({one.group for one in runs}), args.out.stat().st_size / 1e6
-    print(f"{args.out}: {len(runs)} runs in {groups} groups, {metrics} metrics, {size:.1f} MB")
+    groups, size = len({one.group for one in runs}), out.stat().st_size / 1e6
+    print(f"{out}: {len(runs)} runs in {groups} groups, {metrics} metrics, {size:.1f} MB")
     problems = [f"{one.name}: {problem}" for one in runs for problem in one.log.problems]
     for problem in [*(f"left out: {problem}" for problem in left_out), *problems]:
         print(problem)

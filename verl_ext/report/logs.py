@@ -76,8 +76,8 @@ def read_run(path: str | os.PathLike[str], *, anew: bool = False) -> RunLog:
     Args:
         path: a jsonl of verl's ``file`` logger, an event file of tensorboard, a ``run-*.wandb`` file, or a folder with
             one of them, which is read from the first of these kinds that it has.
-        anew: where the steps of a jsonl go back, what it has logged from there on before belongs to an earlier run and
-            is left out.
+        anew: where the steps of a jsonl, or from an event file to the next, go back, what was logged from there on
+            before belongs to an earlier run and is left out.
 
     Raises:
         LogError: nothing is there, nothing in it is a metric, or the folder holds several runs, which are named.
@@ -184,8 +184,18 @@ def _read(path: Path, anew: bool) -> RunLog:
             for file in filter(Path.is_file, (_kept(path), path)):
                 rows += _jsonl_rows(file, problems, anew)
         else:
+            last = -1
             for file in files:
-                _read_records(file, _wandb_values if source == "wandb" else _tensorboard_values, rows, problems)
+                own: list[tuple[int, str, Any]] = []
+                _read_records(file, _wandb_values if source == "wandb" else _tensorboard_values, own, problems)
+                # A resume validates first, at the step that it goes on from: training says where a file begins.
+                begins = min((step for step, name, _ in own if not name.startswith("val-")), default=math.inf)
+                if begins <= last:
+                    problems.append(f"{file}: {_back(last, int(begins), anew)}")
+                    if anew:  # a run that begins at step 1 goes on from nothing
+                        rows = [row for row in rows if begins > 1 and row[0] < begins]
+                rows += own
+                last = max((step for step, _, _ in own), default=last)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     numbers = [(step, name, number) for step, name, value in rows if (number := _number(value)) is not None]
@@ -308,8 +318,7 @@ def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, 
             continue
         step, data = record
         if step < last:
-            back = f"steps go back from {last} to {step} in line {number}: two runs in one file? "
-            back += f"Of the earlier one only what is before step {step} is used" if anew else "The later value wins"
+            back = _back(last, step, anew, f" in line {number}")
             rows = [row for row in rows if row[0] < step or not anew]
         last = step
         rows += [(step, name, value) for name, value in data.items()]
@@ -322,6 +331,11 @@ def _jsonl_rows(file: Path, problems: list[str], anew: bool) -> list[tuple[int, 
     return rows
 
 
+def _back(last: int, step: int, anew: bool, where: str = "") -> str:
+    used = f"Of the earlier one only what is before step {step} is used" if anew else "The later value wins"
+    return f"steps go back from {last} to {step}{where}: two runs of one name? {used}"
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(step, metrics) of the lines of verl's jsonl, as they stand there.
 
@@ -329,6 +343,16 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     return (record for record in map(_line, lines) if record is not None)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a run has left something in its folder that the next start goes on from or adds to: a step of training in
+    verl's jsonl, or a checkpoint.
+    """
+    checkpoints = folder / "checkpoints"
+    return any(step > 0 for step, _ in read_lines(folder / METRICS_FILE)) or (
+        checkpoints.is_dir() and any(checkpoints.iterdir())
+    )
 
 
 def _line(line: bytes) -> tuple[int, dict[str, Any]] | None:

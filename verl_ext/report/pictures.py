@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from verl_ext.report.compare import Axis, Panel, Run, Section, axes, group_line, group_names, style
 
 
@@ -51,11 +53,11 @@ def _draw(one: Any, runs: Sequence[Run], panel: Panel, axis: Axis, smooth: int, 
     for number, name in enumerate(group_names(runs)):
         colour, dashes = style(number)
         members = [run for run in runs if run.group == name]
-        line = group_line(members, panel.metric, axis, smooth)
-        if line.empty:
+        line = _with_gaps(group_line(members, panel.metric, axis, smooth), members, panel.metric)
+        if line["mean"].isna().all():
             continue
         if smooth > 1:
-            raw = group_line(members, panel.metric, axis)
+            raw = _with_gaps(group_line(members, panel.metric, axis), members, panel.metric)
             one.plot(raw["x"], raw["mean"], color=colour, alpha=0.3, linewidth=0.8)
         if (line["std"] > 0).any():
             low, high = line["mean"] - line["std"], line["mean"] + line["std"]
@@ -69,6 +71,12 @@ def _draw(one: Any, runs: Sequence[Run], panel: Panel, axis: Axis, smooth: int, 
     one.grid(alpha=0.3)
     if legend and one.lines:
         one.legend(frameon=False, fontsize="small")
+
+
+def _with_gaps(line: pandas.DataFrame, runs: Sequence[Run], metric: str) -> pandas.DataFrame:
+    """A group's line with a row, of NaN, for each step of which no seed has logged a finite value: a gap."""
+    logged = sorted({step for run in runs if metric in run.log.curves for step in run.log.curves[metric].index})
+    return line.set_index("step").reindex(logged).reset_index()
 
 
 def _plain(text: str) -> str:

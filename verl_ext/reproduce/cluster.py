@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from verl_ext.overrides import Failure
 from verl_ext.reproduce import plan, runs
-from verl_ext.reproduce.run import INTERRUPTED, Request, jobs
+from verl_ext.reproduce.run import INTERRUPTED, collected
+from verl_ext.reproduce.runs import Run
 
 SUCCEEDED, FAILED = "SUCCEEDED", "FAILED"
 ENDED = (SUCCEEDED, FAILED, "STOPPED")
@@ -91,42 +91,54 @@ def follow(
     return states
 
 
-def tasks_of(request: Request) -> list[Task]:
-    """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs."""
-    table, scale, steps = request.table, request.scale, request.steps
-    names = (*scale.needs.inputs, "VERL_EXT_HOME")
-    environment = {name: os.environ[name] for name in names if os.environ.get(name)}
-    found = []
-    for job in jobs(request):
-        if job.done:
-            print(f"{job.name}: complete in {job.folder}", flush=True)
+def tasks_of(found: Sequence[Run], check: bool = True) -> list[Task]:
+    """The jobs of the runs that are not complete; with `check` each looks first for what is missing where it runs.
+    Raises RunError: a folder holds something else, or was begun with other settings.
+    """
+    tasks = []
+    for run, complete in [(one, one.examine()) for one in found]:
+        if complete:
+            print(f"{run.name}: complete in {run.path}", flush=True)
             continue
         # fmt: off
         words = [
-            sys.executable, "-m", "verl_ext.cli", "reproduce", "run", table.name, "--scale", scale.name,
-            "--cell", job.cell.name, "--seeds", str(job.seed), "--out", str(request.out), "--no-collect",
-            *([] if request.check else ["--no-check"]), *([] if steps is None else ["--steps", str(steps)]),
-            *request.extra,
+            sys.executable, "-m", "verl_ext.cli", "reproduce", "run", run.table.name, "--scale", run.scale.name,
+            "--cell", run.cell, "--seeds", str(run.seed), "--out", str(run.out.absolute()), "--no-collect",
+            *([] if check else ["--no-check"]), *([] if run.steps is None else ["--steps", str(run.steps)]),
+            *run.extra,
         ]
         # fmt: on
 
-        def progress(folder: Path = job.folder) -> str:
-            return f"step {runs.steps_of(folder)}{'' if steps is None else f'/{steps}'}"
+        def progress(run: Run = run) -> str:
+            return f"step {runs.steps_of(run.path)}{'' if run.steps is None else f'/{run.steps}'}"
 
-        name = f"verl_ext.{plan.experiment(table, scale, job.cell, job.seed)}"
-        found.append(Task(name, shlex.join(words), environment, progress))
-    return found
+        names = (*run.scale.needs.inputs, "VERL_EXT_HOME")
+        environment = {name: os.environ[name] for name in names if os.environ.get(name)}
+        name = f"verl_ext.{plan.experiment(run.table, run.scale, run.scale.cells[run.cell], run.seed)}"
+        tasks.append(Task(name, shlex.join(words), environment, progress))
+    return tasks
 
 
-def main(request: Request, cluster: Cluster, *, wait: bool = True, at_once: int = 1) -> int:
-    """Submit cells and seeds of a table, wait for them and collect the table.
+def main(
+    found: Sequence[Run],
+    cluster: Cluster,
+    *,
+    check: bool = True,
+    collect: bool = True,
+    wait: bool = True,
+    at_once: int = 1,
+) -> int:
+    """Submit runs of a table, wait for them and collect the table.
 
     Returns 0 if all jobs succeeded (or were submitted, without `wait`), 130 after Ctrl-C, else 1. Raises RunError or
     SubmitError: a folder holds something else; the cluster does not answer, or refuses a job.
     """
-    tasks = tasks_of(request)
+    tasks = tasks_of(found, check)
     if tasks:
-        print(f"The nodes are taken to share {request.out} and {sys.executable} with this machine.", flush=True)
+        print(
+            f"The nodes are taken to share {found[0].out.absolute()} and {sys.executable} with this machine.",
+            flush=True,
+        )
         if not (wait or cluster.queues) and len(tasks) > 1:
             print(f"All {len(tasks)} jobs start at once: the cluster must have free GPUs for all of them.", flush=True)
     try:
@@ -140,5 +152,5 @@ def main(request: Request, cluster: Cluster, *, wait: bool = True, at_once: int 
     failed = [job for job, state in states.items() if state != SUCCEEDED]
     if failed:
         print(f"not complete: {', '.join(failed)}; the same command submits them again", file=sys.stderr)
-    collected = request.collected() if request.collect else 0
-    return 1 if failed else collected
+    code = collected(found[0]) if collect else 0
+    return 1 if failed else code

@@ -27,7 +27,8 @@ from verl_ext.reproduce import noise
 from verl_ext.reproduce.catalogue import scale_of
 from verl_ext.reproduce.metrics import MetricMissing, Run, Say, evaluate, spike
 from verl_ext.reproduce.noise import Interval
-from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, RunFolder, find_runs, identity
+from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, find_runs
+from verl_ext.reproduce.runs import Run as RunFolder
 from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table
 
 FIGURE_WINDOW = 5
@@ -51,6 +52,7 @@ OPPOSITE = "reversed: worse, outside the noise"
 NOT_SHOWN = "not shown: inside the noise"
 DIFFERENT, SAME = "outside the noise (no direction is better)", "inside the noise (no direction is better)"
 UNKNOWN = "one seed: noise unknown"
+NO_SPREAD = "no spread among the seeds: noise unknown"
 NOT_REACHED = "not reached"
 
 
@@ -74,7 +76,8 @@ class Result:
     # ``what``, ``cell``, ``seed``, ``step``, ``value``, for the picture
     curves: pandas.DataFrame
     # ``cell``, ``baseline``, ``metric``, ``difference``, ``verdict``, and the columns of `Interval`, NaN where a side
-    # has a single seed. To the table's baseline, in the order of cells and metrics; then those of the scale's `versus`.
+    # has a single seed or the seeds have no spread. To the table's baseline, in the order of cells and metrics; then
+    # those of the scale's `versus`.
     differences: pandas.DataFrame
     # The paper's numbers (columns of `Published`) with ``ours``, its ``low`` and ``high``, ``gap`` (ours less the
     # paper's) and ``verdict``; empty at laptop scale, where they are not comparable.
@@ -176,7 +179,7 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     for folder in find_runs(out, table, scale):
         said: list[str] = []
         try:
-            found.append((_read(folder, table, scale, said.append), not folder.problems))
+            found.append((_read(folder, said.append), not folder.problems))
         except CollectError as error:
             said.append(f"left out: {error}")
         for text in said:  # before which the run's name stands
@@ -200,13 +203,13 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     return runs
 
 
-def _read(folder: RunFolder, table: Table, scale: Scale, note: Say) -> Run:
-    record = folder.record
+def _read(folder: RunFolder, note: Say) -> Run:
+    table, scale, record = folder.table, folder.scale, folder.record
     if folder.cell not in scale.cells:
         raise CollectError(f"{table.name} has no such cell at {scale.name} scale")
     for problem in folder.problems:
         note(problem)
-    if any(record.get(key) != value for key, value in identity(table, scale, folder.cell, folder.seed).items()):
+    if any(record.get(key) != value for key, value in folder.identity.items()):
         raise CollectError("it is not known as a run of this cell and seed")
     complete = record.get("state") == COMPLETE
     try:
@@ -216,7 +219,7 @@ def _read(folder: RunFolder, table: Table, scale: Scale, note: Say) -> Run:
     for problem in log.problems:
         note(problem)
     planned = record.get("steps") or scale.steps
-    run = Run(folder.cell, folder.seed, folder.path, log.curves, planned, record, scale.data.get("val", ()))
+    run = Run(folder.cell, folder.seed, folder.path, log.curves, planned, record)
     reached = f"step {run.end}{f' of {planned}' if planned else ''}"
     if not complete:
         raise CollectError(f"not complete ({record.get('state')}, at {reached}); the run command goes on with it")
@@ -327,14 +330,38 @@ def _known(values: pandas.DataFrame, cell: str | None, metric: str) -> pandas.Se
     return own["value"].dropna() if NOT_REACHED not in set(own["reason"]) else own["value"].iloc[:0]
 
 
+def _contrast(
+    values: pandas.DataFrame, cell: str, other: str | None, metric: str, ratio: bool = False
+) -> tuple[float, Interval | None]:
+    """A cell's mean, less that of another cell or as a change of it in percent (`ratio`), and its interval: NaN where
+    there is none, None where a side has a single seed.
+    """
+    own = _known(values, cell, metric)
+    if not len(own):
+        return math.nan, None
+    if other is None:
+        return float(own.mean()), noise.mean_interval(own)
+    theirs = _known(values, other, metric)
+    if not len(theirs) or (ratio and min(own.min(), theirs.min()) <= 0):
+        return math.nan, None
+    if not ratio:
+        return noise.difference(own, theirs)
+    # Change of the mean, and the interval of the logarithms, in percent too.
+    change = 100 * (float(own.mean() / theirs.mean()) - 1)
+    _, logs = noise.difference(numpy.log(own), numpy.log(theirs))
+    if logs is None:
+        return change, None
+    low, high = (100 * math.expm1(end) for end in (logs.low, logs.high))
+    return change, Interval(change, low, high, logs.dof, math.nan)
+
+
 def _differences(scale: Scale, values: pandas.DataFrame) -> pandas.DataFrame:
     pairs = [(name, scale.baseline) for name in scale.cells if scale.baseline not in (None, name)]
     rows: list[dict[str, Any]] = []
     for cell, other in [*pairs, *(pair for pair in scale.versus.items() if pair not in pairs)]:
         for name, spec in scale.metrics.items():
-            ours, theirs = _known(values, cell, name), _known(values, other, name)
-            if len(ours) and len(theirs):
-                value, interval = noise.difference(ours, theirs)
+            value, interval = _contrast(values, cell, other, name)
+            if not math.isnan(value):
                 noise_of = asdict(interval) if interval else {}
                 found = {"cell": cell, "baseline": other, "metric": name, "difference": value}
                 rows.append({**found, **noise_of, "verdict": verdict_of(interval, spec.higher)})
@@ -348,7 +375,9 @@ def verdict_of(interval: Interval | None, higher: bool | None) -> str:
     """
     if interval is None:
         return UNKNOWN
-    if interval.holds(0.0):
+    if math.isnan(interval.low) and interval.value:
+        return NO_SPREAD
+    if not interval.value or interval.holds(0.0):
         return SAME if higher is None else NOT_SHOWN
     return DIFFERENT if higher is None else SHOWN if (interval.value > 0) == higher else OPPOSITE
 
@@ -356,22 +385,11 @@ def verdict_of(interval: Interval | None, higher: bool | None) -> str:
 def _beside(table: Table, values: pandas.DataFrame) -> pandas.DataFrame:
     rows = []
     for one in table.published:
-        own, other = (_known(values, cell, one.metric) for cell in (one.cell, one.relative_to))
-        ours, interval = math.nan, None
-        if one.relative_to is None and len(own):
-            ours, interval = float(own.mean()), noise.mean_interval(own)
-        elif len(own) and len(other) and not one.ratio:
-            ours, interval = noise.difference(own, other)
-        elif len(own) and len(other) and min(own.min(), other.min()) > 0:
-            # Change of the mean in percent, and the interval of the logarithms, in percent too.
-            ours = 100 * (float(own.mean() / other.mean()) - 1)
-            _, logs = noise.difference(numpy.log(own), numpy.log(other))
-            if logs is not None:
-                low, high = (100 * math.expm1(end) for end in (logs.low, logs.high))
-                interval = Interval(ours, low, high, logs.dof, math.nan)
+        ours, interval = _contrast(values, one.cell, one.relative_to, one.metric, one.ratio)
         verdict = "no value of ours" if math.isnan(ours) else UNKNOWN
         if interval is not None:
-            verdict = f"{'inside' if interval.holds(one.value) else 'outside'} the noise"
+            inside = "inside the noise" if interval.holds(one.value) else "outside the noise"
+            verdict = NO_SPREAD if math.isnan(interval.low) else inside
         found = (asdict(interval) if interval else {}) | asdict(one) | {"relative_to": one.relative_to or ""}
         rows.append({**found, "ours": ours, "gap": ours - one.value, "verdict": verdict})
     columns = ["cell", "metric", "value", "certainty", "relative_to", "note", "ratio", "ours", "low", "high", "gap"]

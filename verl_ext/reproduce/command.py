@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_ext.overrides import Failure, UsageError, check_overrides, positive
+from verl_ext.overrides import OVERRIDE, UsageError, check_overrides, positive
 from verl_ext.reproduce import needs, plan, runs
 from verl_ext.reproduce.catalogue import find_cells, find_table, scale_of, tables
 from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table, UnknownTableError
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     table, scale, cells, out = (argparse.ArgumentParser(add_help=False) for _ in range(4))
     table.add_argument("table", metavar="TABLE", help="<method>/<table>, or a method for its default table")
     scale.add_argument("--scale", default="full", metavar="|".join(SCALES), help="default: %(default)s")
-    # Of the form `--cell A B`, `--cell A --cell B` and `--cell A,B`; what has a `=` is an override that came after.
+    # Of the form `--cell A B`, `--cell A --cell B` and `--cell A,B`; what is an override came after.
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     cells.add_argument("--cell", "--cells", metavar="C", help="default: all", **several)
     cells.add_argument("--seeds", "--seed", metavar="N", help="default: the table's", **several)
@@ -76,12 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.extras and args.action != "run":
         raise UsageError(f"`verl-ext reproduce {args.action}` does not take {' '.join(args.extras)} (see --help)")
-    try:
-        return _ACTIONS[args.action](args)
-    except BrokenPipeError:
-        raise
-    except (ImportError, OSError) as error:
-        raise Failure(f"{args.action}: {error}") from error
+    return _ACTIONS[args.action](args)
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Table, Scale]:
@@ -97,8 +92,8 @@ def _split(args: argparse.Namespace, name: str) -> list[str]:
     """Values of ``--cell`` or ``--seeds``; overrides that they swallowed go back where they belong."""
     values = getattr(args, name)
     if hasattr(args, "overrides"):
-        args.overrides = [*[value for value in values if "=" in value], *args.overrides]
-        values = [value for value in values if "=" not in value]
+        args.overrides = [*filter(OVERRIDE.match, values), *args.overrides]
+        values = [value for value in values if not OVERRIDE.match(value)]
     return [part for value in values for part in value.split(",") if part]
 
 
@@ -190,7 +185,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _command(table: Table, scale: Scale, cell: Cell, seed: int, steps: int | None, out: Path) -> str:
-    folder = runs.folder_of(out, table, scale, cell.name, seed)
+    folder = runs.Run(table, scale, cell.name, seed, out).path
     if scale.name == "full":
         words = plan.full_words(table, cell, seed, folder, steps=steps)
         return plan.shown(["python", "-m", "verl.trainer.main_ppo", *words], scale.needs.inputs)
@@ -215,22 +210,26 @@ def _run(args: argparse.Namespace) -> int:
 
     table, scale = _chosen(args)
     cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
+    # All cells of a seed before the next seed: an interrupted table has fewer seeds.
     extra = _overrides(args)
     if scale.name == "laptop":
         print(plan.LAPTOP, flush=True)
-    request = run.Request(
-        table, scale, cells, seeds, args.steps, args.out, extra, collect=not args.no_collect, check=not args.no_check
-    )
+    steps = scale.steps if args.steps is None else args.steps
+    found = [
+        runs.Run(table, scale, cell.name, seed, args.out, steps, extra)
+        for seed, cell in itertools.product(seeds, cells)
+    ]
     if args.submit is not None and args.slurm is not None:
         raise UsageError("--submit and --slurm exclude each other: jobs of Ray, or of Slurm")
-    how: dict[str, Any] = {"wait": not args.no_wait, "at_once": args.at_once}
+    how: dict[str, Any] = {"check": not args.no_check, "collect": not args.no_collect}
+    of_jobs = {**how, "wait": not args.no_wait, "at_once": args.at_once}
     if args.submit is not None:
-        return cluster.main(request, RayJobs(args.submit), **how)
+        return cluster.main(found, RayJobs(args.submit), **of_jobs)
     if args.slurm is not None:
-        return cluster.main(request, SlurmJobs(request.out / "slurm", args.slurm, args.at_once), **how)
+        return cluster.main(found, SlurmJobs(args.out.absolute() / "slurm", args.slurm, args.at_once), **of_jobs)
     if args.no_wait or args.at_once != 1:
         raise UsageError("--at-once and --no-wait are for jobs: give its --submit ADDRESS or --slurm SETTINGS as well")
-    return run.run(request)
+    return run.run(found, **how)
 
 
 def _collect(args: argparse.Namespace) -> int:

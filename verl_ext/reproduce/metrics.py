@@ -37,7 +37,7 @@ from typing import Any
 import numpy
 import pandas
 
-from verl_ext.reproduce.dumps import MetricMissing, last_dump, read_dump, sources_of
+from verl_ext.reproduce.dumps import MetricMissing, last_dump, read_dump
 from verl_ext.reproduce.tables import MetricSpec
 
 Say = Callable[[str], None]
@@ -53,7 +53,6 @@ class Run:
     curves: Mapping[str, pandas.Series]  # value by step of each metric, where it is logged; NaN for what is no number
     planned: int | None = None  # steps that it was to make, None if unknown
     record: Mapping[str, Any] = field(default_factory=dict)  # its ``cell.json``
-    sources: Sequence[str] = ()  # data sets that it validates on
 
     @property
     def end(self) -> int:
@@ -174,10 +173,11 @@ def tokens_to(tokens: pandas.Series, scores: pandas.Series, threshold: float, wi
 def _of_dump(spec: MetricSpec, run: Run, say: Say) -> float:
     """avg@k, pass@k or Fast@p: the mean over sources of the mean over tasks.
 
-    A sample without a score has failed; so have those that are missing up to k. With more than k samples of a task all
-    of them are used: the expectation is the same and the noise is less. Fast@p wants an answer that is correct and at
-    least `p` times as fast as the reference: KernelBench (arXiv 2502.10517) writes "greater than p", Dr. Kernel (arXiv
-    2602.05885) reports ">= p"; the latter is used. A correct answer without a measured speedup does not count.
+    A sample without a score has failed; so have those that are missing up to k, and a task without any. With more than
+    k samples of a task all of them are used: the expectation is the same and the noise is less. Fast@p wants an answer
+    that is correct and at least `p` times as fast as the reference: KernelBench (arXiv 2502.10517) writes "greater than
+    p", Dr. Kernel (arXiv 2602.05885) reports ">= p"; the latter is used. A correct answer without a measured speedup
+    does not count.
     """
     samples = _samples(spec, run, say)
     scores = _field(samples, spec, "score_key", ("acc", "score")).fillna(0.0)
@@ -210,18 +210,16 @@ def _samples(spec: MetricSpec, run: Run, say: Say) -> pandas.DataFrame:
     """Samples of the last validation with their ``source``, which is the same for all if none is asked for."""
     dump = last_dump(run.path / "validation", run.end)
     samples, problems = read_dump(dump)
-    samples = samples.assign(source="")
-    wanted = spec.options.get("source", ())
-    # With one data set there is nothing to tell apart.
-    if wanted and len(run.sources) != 1:
-        sources, unplaced = sources_of(dump, run.sources)
-        said = "no sample of data source {} is in the validation dump"
-        names = matching([wanted] if isinstance(wanted, str) else wanted, sorted(set(sources.values())), said)
-        samples["source"] = samples["task"].map(sources)
-        samples, problems = samples[samples["source"].isin(names)], [*unplaced, *problems]
     for text in problems:
         say(text)
-    return samples
+    if not (wanted := spec.options.get("source", ())):
+        return samples.assign(source="")
+    known = sorted(set(samples["source"].dropna()))
+    if not known:
+        raise MetricMissing(f"data sources are not known: a run of this version writes {dump.stem}.tasks.json")
+    said = "no sample of data source {} is in the validation dump"
+    names = matching([wanted] if isinstance(wanted, str) else wanted, known, said)
+    return samples[samples["source"].isin(names)]
 
 
 def _field(samples: pandas.DataFrame, spec: MetricSpec, option: str, names: Sequence[str]) -> pandas.Series:

@@ -19,12 +19,14 @@ LEVEL, POWER = 0.95, 0.8
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the ends of its confidence interval."""
+    """An estimate with the ends of its confidence interval. The ends and what follows are NaN where the values have no
+    spread at all: a few equal seeds say nothing of their noise.
+    """
 
     value: float  # a mean or a difference of means
     low: float
     high: float
-    dof: float  # degrees of freedom of Student's t; infinite where there is no spread at all
+    dof: float  # degrees of freedom of Student's t
     detectable: float  # see :func:`detectable`
 
     def holds(self, value: float) -> bool:
@@ -69,6 +71,6 @@ def difference(ours: pandas.Series, theirs: pandas.Series) -> tuple[float, Inter
 
 def _interval(value: float, error: float, dof: float) -> Interval:
     if error <= 1e-12 * abs(value):  # equal but for rounding
-        return Interval(value, value, value, math.inf, 0.0)
+        return Interval(value, *[math.nan] * 4)
     low, high = stats.t.interval(LEVEL, dof, value, error)
     return Interval(value, float(low), float(high), dof, detectable(error, dof))

@@ -108,6 +108,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _nothing(choice: Choice, records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return "no trajectory in these steps: their files are empty, or hold the beginning of a line alone"
     agents = sorted({agent for record in records for agent in record["agents"]})
     if choice.agent and choice.agent not in agents:
         return f"no agent {choice.agent!r} in these steps; there {'are ' + ', '.join(agents) if agents else 'is none'}"

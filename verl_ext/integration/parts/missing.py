@@ -15,13 +15,15 @@ rollouts are counted before it begins another, too.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl_ext.integration import notes
 from verl_ext.integration.columns import is_real, split_key
-from verl_ext.integration.options import option
+from verl_ext.integration.options import option, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.methods.options import Discount
 
@@ -134,7 +136,11 @@ class Missing(Part):
     def on_validation(
         self, data_sources: list[Any], uids: list[Any], values: dict[str, list[Any]], **more: Any
     ) -> None:
-        """Each lost rollout becomes a sample with reward 0 of its prompt; what else the samples say, it does not."""
+        """Each lost rollout becomes a sample with reward 0 of its prompt; what else the samples say, it does not.
+
+        Beside verl's dump of the samples ``<step>.tasks.json`` says of each prompt, also one that lost all of its
+        rollouts, its data source.
+        """
         counts = "expected_acc_counts" in more  # such a verl fills up `acc` itself and leaves out None
         for uid, source in self._validation:
             uids.append(uid)
@@ -147,6 +153,11 @@ class Missing(Part):
                     column.append(None if counts else "" if text else math.nan)
         self.metrics["val-aux/missing_rollouts"] = len(self._validation)
         self._validation.clear()
+        if folder := select(self.config.get("trainer"), "validation_data_dir"):
+            path = Path(folder) / f"{self.trainer.global_steps}.tasks.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tasks = {str(uid): str(source) for uid, source in zip(uids, data_sources, strict=True)}
+            path.write_text(json.dumps(tasks), encoding="utf-8")
 
 
 def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:

@@ -385,7 +385,7 @@ function apply() {
   if (state.smooth !== data.smooth) hash.set("smooth", state.smooth);
   if (state.band !== "std") hash.set("band", state.band);
   if (state.log) hash.set("log", "1");
-  if (state.off.size) hash.set("off", [...state.off].sort((a, b) => a - b).join(" "));
+  data.runs.forEach((run, r) => { if (state.off.has(r)) hash.append("off", run.name); });
   for (const name of state.flip) hash.append("flip", name);
   for (const name of state.more) hash.append("more", name);
   const names = state.chosen.map(metric => data.metrics[metric]);
@@ -402,7 +402,8 @@ function restore() {
   state.smooth = Math.max(1, Math.floor(Number(hash.get("smooth"))) || data.smooth);
   state.band = ["std", "range", "none", "runs"].includes(hash.get("band")) ? hash.get("band") : "std";
   state.log = hash.get("log") === "1";
-  state.off = new Set((hash.get("off") || "").split(" ").filter(Boolean).map(Number).filter(r => data.runs[r]));
+  const off = hash.getAll("off");
+  state.off = new Set(data.runs.map((run, r) => r).filter(r => off.includes(data.runs[r].name)));
   state.flip = new Set(hash.getAll("flip"));
   state.more = new Set(hash.getAll("more"));
   const names = hash.has("metric") ? hash.getAll("metric") : first;

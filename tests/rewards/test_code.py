@@ -28,6 +28,9 @@ def score(source: str, tests: Any = SUMS, **kwargs: Any) -> dict[str, float]:
             1.0,
         ),
         ("import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))\nsys.exit()", 1.0),
+        ("print(sum(map(int, open(0).read().split())))", 1.0),
+        ("with open('/dev/stdin') as file: print(sum(map(int, file.readline().split())))", 1.0),
+        ("print(sum(map(int, open(0, 'rb').read().split())))", 1.0),
         ("print(3)", 0.5),
         ("print(3, 7)", 0.0),
         ("nan", 0.0),
@@ -44,6 +47,11 @@ def test_what_it_prints_is_compared(source: str, expected: float) -> None:
     [
         ("def add(a, b):\n    return a + b", 1.0),
         ("class Solution:\n    def add(self, a, b):\n        return a + b", 1.0),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Two:\n    a: int\n    b: int\n"
+            "def add(a, b):\n    two = Two(a, b)\n    return two.a + two.b",
+            1.0,
+        ),
         ("def add(a, b):\n    return object()", 0.0),
         ("add = 3", 0.0),
     ],
@@ -58,7 +66,12 @@ def test_what_a_function_returns_is_compared(source: str, expected: float) -> No
         ("while True: pass", "timeout"),
         ("x = bytearray(1 << 40)", "memory"),
         ("import os; os._exit(0)", "crashed"),
+        (
+            "import os\nfor f in range(3, 64):\n    try: os.write(f, b'r')\n    except OSError: pass\nos._exit(0)",
+            "crashed",
+        ),
         ("print('x' * (1 << 20))", "output"),
+        ("#" + "\U0001f600" * 360_000, "input"),
         ("raise SystemExit(1)", "error"),
         ("open('{file}', 'w')", "error"),
         ("import os; os.system('touch {file}')", "error"),
@@ -98,6 +111,11 @@ def test_the_first_tests_decide_whether_the_others_run() -> None:
     assert score("print(input())", tests)["acc"] == 1.0
 
 
+def test_a_test_that_is_too_long_is_named() -> None:
+    with pytest.raises(ValueError, match=r"input of a test is too long by itself: .* verl_ext\.sandbox\.input_kb=4096"):
+        score("print(1)", {"inputs": ["1" * (5 << 20)], "outputs": ["1"]})
+
+
 @pytest.mark.parametrize("truth", ["", "no JSON", {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}])
 def test_rows_without_tests_are_named(truth: Any) -> None:
     with pytest.raises(ValueError, match="the ground truth of a program is"):
@@ -120,7 +138,16 @@ def test_unknown_options_are_refused() -> None:
         ("inf", "7" * 400, False),
         ("nan", "nan", True),
         ("1000000500", "1000000007", False),
+        ("1000000500.0", "1000000007", False),
+        ("1.0000005e9", "1000000007", False),
+        ("1000000007.0", "1000000007", True),
+        ("1e9", "1000000000", True),
+        ("999999", "1000000", False),
+        ("0.9999999", "1", True),
+        ("1000000007.5", "1000000007.4", True),
+        ("one", "1000000007", False),
         ("1e999", "1e998", False),
+        ("1e99999999999999999999", "1", False),
     ],
 )
 def test_numbers_by_value_and_whole_ones_exactly(word: str, wanted: str, same: bool) -> None:

@@ -33,6 +33,13 @@ def test_what_evaluates_gives_the_same_score_in_the_sandbox() -> None:
         assert found["score"] == found["acc"] == default_compute_score(PRIME, answer, truth), answer
 
 
+def test_what_is_too_long_is_wrong_and_a_row_that_is_is_named() -> None:
+    found = compute_score(PRIME, " " * (5 << 20), "4", timeout_s=60.0)
+    assert isinstance(found, dict) and found["score"] == 0.0 and found["judge_input"] == 1.0
+    with pytest.raises(JudgeError, match=r"on the reference answer too: input: .* verl_ext\.sandbox\.input_kb=4096"):
+        compute_score(PRIME, r"\boxed{4}", "4" * (5 << 20), timeout_s=60.0)
+
+
 def test_nothing_of_an_answer_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """verl's grader hands what it finds to `eval` if there is a pi in it, and to sympy's parser else."""
     file = tmp_path_factory.mktemp("made") / "made"

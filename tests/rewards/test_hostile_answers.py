@@ -12,6 +12,7 @@ import pytest
 
 from verl_ext.rewards.caged import load_dataset, only_compares
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
+from verl_ext.sandbox import shared
 
 EVALUATE = (
     *("countdown", "string_insertion", "binary_matrix", "n_queens", "spiral_matrix"),
@@ -46,6 +47,21 @@ def test_nothing_of_the_answer_runs_and_it_is_wrong(name: str, tmp_path: Path) -
     for answer in hostile(file):
         verdict = task.judge(answer)
         assert not verdict.solved and not file.exists(), (answer, verdict)
+
+
+DATASETS = """
+import sys
+caged = sys.modules["verl_ext.rewards.caged"]
+print(caged.load_dataset.cache_info().currsize)
+"""
+
+
+@pytest.mark.seconds
+def test_a_program_finds_no_dataset_of_a_verifier() -> None:
+    """They are kept, with their seed and so with all answers, in the process that judgements are forked from."""
+    config = json.dumps({"seed": 3, "size": 1})
+    assert not ReasoningGymTask("countdown", config, load_dataset("countdown", config)[0]).judge("1").solved
+    assert shared().run("verl_ext.rewards.caged:program", DATASETS, "", timeout_s=60.0) == "0\n"
 
 
 @pytest.mark.seconds

@@ -631,6 +631,27 @@ def test_a_command_in_the_sandbox(play: Play, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+FORGED = """
+import json, subprocess
+attack = "(exec 3>/proc/$PPID/fd/1; sleep 0.5; echo 1.0 >&3) >/dev/null 2>&1 &"
+subprocess.run(["sh", "-c", attack], capture_output=True)
+print(0.0)
+"""
+LOOKED = """
+import os, subprocess
+look = "cat /proc/$PPID/environ; head -c 0 /proc/$PPID/mem && echo open"
+found = subprocess.run(["sh", "-c", look], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+print(float(bool(found.stdout)))
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("program", [FORGED, LOOKED])
+def test_what_a_command_in_the_sandbox_starts_is_kept_from_it(play: Play, program: str) -> None:
+    """It would write the result once the command has ended, or read the key in its environment and memory."""
+    assert play([sys.executable, "-S", "-c", program], cage="required")[-1].reward_score == 0.0
+
+
 # ---- clients that others wrote, in an environment of their own ----
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -36,6 +38,10 @@ def sleep_below(zygote: int) -> bool:
     if os.getppid() == zygote:
         time.sleep(600)
     return True
+
+
+def sleep_with(text: str) -> None:
+    time.sleep(600)
 
 
 def burn(seconds: float) -> float:
@@ -82,6 +88,18 @@ def leave(how: str) -> None:
         leave(how)
 
 
+def signal_of_a_child() -> None:
+    """What is left of this process when a child ends with a signal that has no name."""
+    clone = 220 if os.uname().machine == "aarch64" else 56
+    if ctypes.CDLL(None).syscall(clone, 35, 0, 0, 0, 0) == 0:
+        os._exit(0)
+    time.sleep(60)
+
+
+def files() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
 def memory(mb: int) -> int:
     return len(bytearray(mb << 20))
 
@@ -114,6 +132,17 @@ def take_away(*layers: str) -> None:
     Cage.enter = bare  # type: ignore[method-assign]
 
 
+def take_a_descriptor() -> None:
+    """In a zygote: for its next fork none is left."""
+    given = os.pidfd_open
+
+    def none(pid: int) -> int:
+        os.pidfd_open = given
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    os.pidfd_open = none
+
+
 @functools.cache
 def ordinary_user() -> tuple[int, list[str]]:
     """A user without privileges, and the beginning of a command that runs as that one."""
@@ -133,6 +162,19 @@ def ordinary_user() -> tuple[int, list[str]]:
         f'exec {" ".join(becomes)} --inh-caps=-all --bounding-set=-all "$@"'
     )
     return user, ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+
+def holds(pid: int, text: str) -> bool:
+    """Whether a text is in the memory of a process."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            area, rights, *_ = line.split()
+            begin, end = (int(one, 16) for one in area.split("-"))
+            if rights.startswith("rw"):
+                memory.seek(begin)
+                if text.encode() in memory.read(end - begin):
+                    return True
+    return False
 
 
 def alive(pid: int) -> bool:

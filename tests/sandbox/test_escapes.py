@@ -89,7 +89,8 @@ HELD_BY_LIMITS = """
 append_to_a_file write_a_temporary_file overwrite_the_verifier fill_a_memory_file leave_a_child leave_a_daemon
 take_memory take_memory_in_small_pieces take_descriptors go_on_after_the_time sleep_past_the_time
 change_root mount load_bpf set_the_clock regain_capabilities read_my_environment read_my_first_environment
-find_an_open_socket print_the_expected_result answer_for_others return_too_much return_a_pickle change_what_comes_after
+find_an_open_socket print_the_expected_result claim_refusal answer_for_others return_too_much return_a_pickle
+change_what_comes_after
 """
 
 

@@ -67,6 +67,8 @@ tried("rights of a file that it reads", lambda: os.fchmod(os.open(room["given"],
 tried("times of a file", lambda: os.utime(room["secret"], (1, 1)))
 tried("its own limits", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
 tried("its own command line", lambda: open("/proc/self/cmdline").read())
+tried("its own environment", lambda: open("/proc/self/environ").read())
+tried("its own memory", lambda: open("/proc/self/mem", "rb"))
 tried("a session", lambda: subprocess.run(["true"], start_new_session=True))
 tried("a group", lambda: subprocess.run(["true"], process_group=0))
 capabilities = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")]
@@ -130,6 +132,24 @@ def test_what_a_program_can_do_and_what_it_cannot(room: dict[str, Any], user: tu
     assert {name for name, did in outside.items() if not did} <= {"another port, fast open"}
     assert set(inside) == set(outside)
     assert not [path for path, seen in zip(files, before, strict=True) if path.stat().st_mode == seen[0]]
+
+
+STARTS = """
+import asyncio, json, multiprocessing, ssl, subprocess, sys
+async def said():
+    one = await asyncio.create_subprocess_exec("sh", "-c", "echo yes | cat", stdout=subprocess.PIPE)
+    return (await one.communicate())[0].decode().strip()
+again = [sys.executable, "-c", "import asyncio, multiprocessing, ssl, subprocess; print('yes')"]
+again = subprocess.run(again, capture_output=True, text=True).stdout.strip()
+print(json.dumps([asyncio.run(said()), again]))
+"""
+
+
+def test_python_and_a_shell_start_and_start_others() -> None:
+    with ProgramCage(9).command([sys.executable, "-c", STARTS]) as (line, environment):
+        assert played(line, env=environment) == ["yes", "yes"]
+    with ProgramCage(9).command(["sh", "-c", "echo 1 | cat"]) as (line, environment):
+        assert played(line, env=environment) == 1
 
 
 def test_what_is_named_can_be_read(tmp_path: Path) -> None:
@@ -228,6 +248,16 @@ def test_an_environment_is_found_by_its_interpreter(tmp_path: Path) -> None:
     (folder / "pyvenv.cfg").touch()
     assert {str(folder / "lib"), str(folder / "bin")} <= set(environment_of(str(folder / "bin" / "python")))
     assert environment_of(str(tmp_path / "program")) == []
+
+
+def test_programs_of_the_user_open_no_other_folder_of_the_user(tmp_path: Path) -> None:
+    """``~/.local`` has programs, what pip installs for the user, and in ``share`` keyrings and tokens."""
+    for name in ("bin", "lib/python3.11/site-packages", "lib/other", "share/keyrings"):
+        (tmp_path / name).mkdir(parents=True)
+    needed = [str(tmp_path / "bin"), str(tmp_path / "lib" / "python3.11")]
+    assert set(environment_of(str(tmp_path / "bin" / "agent"))) == set(needed)
+    (tmp_path / "conda-meta").mkdir()
+    assert str(tmp_path / "share") in environment_of(str(tmp_path / "bin" / "agent"))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -7,14 +7,17 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any
 
 import functions
 import pytest
-from functions import alive, soon
+from functions import alive, holds, soon
 
 from verl_ext.sandbox import SETTINGS_VARIABLE, CageError, Limits, Sandbox, SandboxError, cage, check, pool, shared
 
@@ -79,7 +82,7 @@ def test_every_call_has_a_process_of_its_own(sandbox: Sandbox) -> None:
         ("leave", "abort", "crashed: the process was ended by SIG"),
         ("leave", "recursion", "error: RecursionError"),
         ("memory", 400, "memory: "),
-        ("add", "x" * (65 << 10), "refused: 66"),
+        ("add", "x" * (65 << 10), "input: 66564 bytes of arguments, more than verl_ext.sandbox.input_kb=64"),
         ("nothing", 1, "refused: AttributeError: module 'functions' has no attribute 'nothing'"),
     ],
 )
@@ -179,6 +182,60 @@ def test_warm_fills_a_cache_once() -> None:
             assert sandbox.run("functions:warmed", "a", timeout_s=60, warm=("functions:number_of", "a")) == [0, 1]
         with pytest.raises(SandboxError, match="refused: LookupError: no"):
             sandbox.run("functions:add", timeout_s=60, warm=("functions:fail", "no"))
+
+
+def running(sandbox: Sandbox, name: str, *arguments: Any) -> tuple[int, int, Any]:
+    """The zygote, a call of it that has begun, and its future."""
+    _, zygote = sandbox.run("functions:pids", timeout_s=60)
+    call = sandbox.submit(f"functions:{name}", *arguments, timeout_s=600)
+    assert soon(lambda: len(below(zygote)) == 1)
+    return zygote, below(zygote)[0], call
+
+
+def test_what_a_call_is_given_is_in_no_memory_that_others_are_forked_from() -> None:
+    given = uuid.uuid4().hex
+    with Sandbox(cage="required") as sandbox:
+        zygote, worker, _ = running(sandbox, "sleep_with", given)
+        assert soon(lambda: holds(worker, given))
+        assert not holds(zygote, given)
+
+
+def test_a_signal_without_a_name_ends_its_own_call_only(tmp_path: Path) -> None:
+    with Sandbox(cage="required", scratch=str(tmp_path)) as sandbox:
+        zygote, _, honest = running(sandbox, "sleep", 1.0)
+        assert reason(sandbox, "signal_of_a_child") == "crashed: the process was ended by signal 35"
+        assert honest.result() == 1.0 and sandbox.run("functions:pids", timeout_s=60)[1] == zygote
+
+
+def test_a_zygote_without_descriptors_refuses_one_call_and_leaks_none() -> None:
+    with Sandbox(cage="required") as sandbox:
+        zygote, _, honest = running(sandbox, "sleep", 1.0)
+        before = len(os.listdir(f"/proc/{zygote}/fd"))
+        with pytest.raises(SandboxError, match="refused: OSError: .* Too many open files"):
+            sandbox.run("functions:add", timeout_s=60, warm=("functions:take_a_descriptor",))
+        assert soon(lambda: len(os.listdir(f"/proc/{zygote}/fd")) == before)
+        assert honest.result() == 1.0 and sandbox.run("functions:pids", timeout_s=60)[1] == zygote
+
+
+def test_a_zygote_may_open_more_files_than_its_calls(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+    try:
+        for scratch, limit in (("", 64), (str(tmp_path), min(soft, 1000))):
+            with Sandbox(cage="required", scratch=scratch) as sandbox:
+                assert sandbox.run("functions:files", timeout_s=60) == [limit, limit]
+                zygote = sandbox.run("functions:pids", timeout_s=60)[1]
+                assert resource.prlimit(zygote, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_memory_is_short_the_kernel_ends_a_call_first() -> None:
+    with Sandbox(cage="required") as sandbox:
+        zygote, worker, _ = running(sandbox, "sleep", 600.0)
+        assert soon(lambda: Path(f"/proc/{worker}/oom_score_adj").read_text() == "1000\n")
+        ours, its = (Path(f"/proc/{one}/oom_score_adj").read_text() for one in ("self", zygote))
+        assert its == ours
 
 
 def test_a_zygote_that_is_killed_is_replaced_and_its_calls_begin_again() -> None:
@@ -337,6 +394,20 @@ def test_shared_takes_the_cage_of_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert shared().cage == "rlimits" and shared().limits.memory_mb == 512
 
 
+def test_shared_is_made_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.1)
+        made.append(given)
+        return len(made)
+
+    monkeypatch.setattr(pool, "_shared", functools.cache(slowly))
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: shared(), range(8))) == {1}
+    assert shared("verdicts") == 2  # type: ignore[comparison-overlap]
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_call_numbers_are_those_of_the_kernel_and_none_is_dangerous(machine: str) -> None:
     calls = cage.allowed_calls(machine)
@@ -366,4 +437,4 @@ def test_an_ordinary_user_is_held_too(level: str) -> None:
     command = [*begins, sys.executable, "-c", ZYGOTE_SEES, HERE, level]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd="/")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [user, 78, {}]
+    assert json.loads(done.stdout.splitlines()[-1]) == [user, 79, {}]

@@ -112,7 +112,7 @@ def program(plan: dict[str, Any], library: ctypes.CDLL | None, names: Sequence[s
 def space(code: str, **names: Any) -> dict[str, Any]:
     """What a program in Python defines, which has torch and these names."""
     made: dict[str, Any] = {"torch": torch, "__name__": "candidate", **names}
-    exec(compile(code, FILE, "exec"), made)
+    exec(compile(code, FILE, "exec", dont_inherit=True), made)
     return made
 
 

@@ -34,7 +34,7 @@ CORE = ctypes.CDLL(None).sched_getcpu
 COPIES = 5
 #: Seconds that a dead player's reason may take to come.
 REASON_S = 30.0
-_STATUS = {"timeout": "timeout", "memory": "memory", "crashed": "crashed", "error": "error", "output": "error"}
+_STATUS = {name: name for name in ("timeout", "memory", "crashed", "error")} | {"output": "error", "input": "error"}
 
 
 class Infrastructure(RuntimeError):

@@ -192,8 +192,17 @@ def program(source: str, given: Any, function: str | None = None) -> Any:
     names: dict[str, Any] = {"__name__": "answer" if function else "__main__"}
     printed, typed = io.BytesIO(), "" if function else str(given)
     sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(typed.encode())), io.TextIOWrapper(printed, write_through=True)
+    stdin, plain = sys.stdin, open
+
+    def opened(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        """``open`` with this standard input where its own is meant, which is the null device."""
+        if file in (0, "/dev/stdin"):
+            return stdin.buffer if "b" in mode else stdin
+        return plain(file, mode, *more, **named)
+
+    builtins.open = opened
     try:
-        exec(compile(source, "<answer>", "exec"), names)
+        exec(compile(source, "<answer>", "exec", dont_inherit=True), names)
     except SystemExit as end:
         if function or end.code not in (None, 0):
             raise

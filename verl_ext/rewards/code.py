@@ -18,14 +18,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from verl_ext.rewards.arguments import refuse_unknown
-from verl_ext.rewards.judge import REASONS, given
+from verl_ext.rewards.judge import Judgement, given
 from verl_ext.sandbox import shared
 
+_PROGRAM = "verl_ext.rewards.caged:program"
 _WHOLE = re.compile(r"[+-]?[0-9]+")
+LARGE = 10**6
+"""From here on a tolerance would take one whole number for another."""
 
 FIRST = 10
 """So many tests are run first, the others if these pass; as in verl, a wrong program is scored by these."""
@@ -56,28 +59,34 @@ def compute_score(
 
     Raises:
         TypeError: unknown option.
-        ValueError: the ground truth holds no tests.
+        ValueError: the ground truth holds no tests, or one whose input is too long for the sandbox.
         JudgeError, CageError: programs cannot be run here.
     """
     refuse_unknown(kwargs, ("timeout_s",))
     tests, function = _tests(ground_truth)
     source = solution_str.split("```python")[-1].split("```")[0]
-    numbers = dict.fromkeys([*(f"judge_{reason}" for reason in REASONS), "sandbox_calls", "sandbox_seconds"], 0.0)
-    passed = tried = 0
+    runs: list[Judgement] = []
+    passed = 0
     for some in (tests[:FIRST], tests[FIRST:]):
-        if passed < tried:
+        if passed < len(runs):
             break
-        calls = [
-            shared().submit("verl_ext.rewards.caged:program", source, case, function, timeout_s=timeout_s)
-            for case, _ in some
-        ]
-        for call, (_, expected) in zip(calls, some, strict=True):
+        calls = [shared().submit(_PROGRAM, source, case, function, timeout_s=timeout_s) for case, _ in some]
+        for call, (case, expected) in zip(calls, some, strict=True):
             run = given("the program", [call])
-            for name, value in run.counts().items():
-                numbers[name] += value
+            if run.reason == "input":
+                _check_length(case, function, timeout_s)
             passed += not run.reason and _same(run.value, expected, function)
-            tried += 1
-    return {"score": passed / tried, "acc": float(passed == len(tests)), **numbers}
+            runs.append(run)
+    counts = [run.counts() for run in runs]
+    numbers = {name: sum(count[name] for count in counts) for name in counts[0]}
+    return {"score": passed / len(runs), "acc": float(passed == len(tests)), **numbers}
+
+
+def _check_length(case: Any, function: str | None, timeout_s: float) -> None:
+    """Raises ValueError: a test's input is too long for the sandbox, with any program."""
+    run = given("an empty program", [shared().submit(_PROGRAM, "", case, function, timeout_s=timeout_s)])
+    if run.reason == "input":
+        raise ValueError(f"the input of a test is too long by itself: {run.text}")
 
 
 def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
@@ -114,12 +123,19 @@ def _same(found: Any, expected: Any, function: str | None) -> bool:
 
 
 def _same_word(word: str, wanted: str) -> bool:
-    """Whole numbers are compared exactly: a tolerance would take 1000000500 for 1000000007, and infinity for 10^400."""
+    """Whether a number has the value of another one, within a millionth.
+
+    Exactly where both are written as whole numbers, and where a large one is wanted, however the word is written: a
+    tolerance would take 1000000500.0 for 1000000007, and infinity for 10^400.
+    """
     if word == wanted:
         return True
-    if _WHOLE.fullmatch(word) and _WHOLE.fullmatch(wanted):
-        return Decimal(word) == Decimal(wanted)  # without int's limit of digits
     try:
-        return math.isfinite(float(wanted)) and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
+        found, expected = Decimal(word), Decimal(wanted)  # without int's limit of digits
+    except InvalidOperation:
         return False
+    if not (found.is_finite() and expected.is_finite()):
+        return False
+    if _WHOLE.fullmatch(wanted) and (_WHOLE.fullmatch(word) or expected.copy_abs() >= LARGE):
+        return found == expected
+    return math.isfinite(float(wanted)) and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)

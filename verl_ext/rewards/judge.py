@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a verifier in the sandbox, and tell an answer that breaks it from a verifier that is broken.
 
-An answer that keeps its judgement from an end (time, memory, a crash, an endless value, an exception) is wrong: its
-score is 0 and the reason is counted. What is not its doing is nobody's verdict: it is tried once more, and then raised
-by name. Whether an exception or a crash is the answer's doing is seen by judging the reference answer in its place.
+An answer that keeps its judgement from an end (time, memory, a crash, an endless value, an exception, its length) is
+wrong: its score is 0 and the reason is counted. What is not its doing is nobody's verdict: it is tried once more, and
+then raised by name. Whether an exception or a crash is its doing is seen by judging the reference answer in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_ext.sandbox import Call, Sandbox, SandboxError, shared
 
 logger = logging.getLogger(__name__)
 
-REASONS = ("timeout", "memory", "crashed", "output", "error")
+REASONS = ("timeout", "memory", "crashed", "output", "error", "input")
 """Why an answer can be wrong without a verdict."""
 
 
@@ -71,7 +71,7 @@ def _calls(
     verifier: str, arguments: Sequence[Any], reference: Sequence[Any], sandbox: Sandbox | None, **how: Any
 ) -> Generator[Call, None, Judgement]:
     """Each call of the verifier in turn, to be resumed when it has ended; the value is the judgement."""
-    room, calls = sandbox or shared(), []
+    room, calls = sandbox or shared("verdicts"), []
 
     def ask(question: Sequence[Any]) -> Call:
         calls.append(room.submit(verifier, *question, **how))
@@ -110,7 +110,7 @@ def judge(
         reference: its arguments with the reference answer in the answer's place.
         timeout_s: seconds of processor time, see :meth:`verl_ext.sandbox.Sandbox.call`.
         warm: see there.
-        sandbox: another one than this process's shared one.
+        sandbox: another one than this process's shared one for verdicts.
 
     Raises:
         JudgeError: the verifier fails on the reference answer too, or cannot be run.

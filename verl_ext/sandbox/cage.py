@@ -342,6 +342,7 @@ class Cage:
 
     def __init__(self, level: str, limits: Limits, scratch: str = "") -> None:
         self.level, self.limits, self.scratch = level, limits, scratch
+        self._files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._rules: int | None = None
         self._program = b""
         if level != "rlimits" or landlock_version():
@@ -376,6 +377,7 @@ class Cage:
         limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)]
         if self.scratch:  # a driver reserves address space without end, and has threads and files of its own
             limits += [(resource.RLIMIT_FSIZE, 256 << 20), (resource.RLIMIT_DATA, memory + (16 << 30))]
+            limits += [(resource.RLIMIT_NOFILE, self._files)]
         else:
             limits += [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)]
             limits += [(resource.RLIMIT_NPROC, 0), (resource.RLIMIT_AS, memory)]

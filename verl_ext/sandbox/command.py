@@ -7,11 +7,9 @@ import argparse
 import sys
 import time
 
-from verl_ext.sandbox import escapes
-from verl_ext.sandbox.cage import LEVELS, CageError, Limits, has_seccomp, landlock_version
+from verl_ext.sandbox import escapes, program
+from verl_ext.sandbox.cage import LEVELS, CageError, Limits
 from verl_ext.sandbox.pool import Sandbox, SandboxError
-from verl_ext.sandbox.program import PORTS
-from verl_ext.sandbox.shell import bubblewrap, has_cgroup
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +23,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. 0: nothing got out of any cage but ``rlimits``; 1: something did, or a cage is missing."""
-    print(f"Landlock    {f'version {landlock_version()}' if landlock_version() else 'missing'}")
-    layers = {"seccomp": has_seccomp(), "bubblewrap": bubblewrap(), "cgroup": has_cgroup()}
-    for name, has in {**layers, "programs": landlock_version() >= PORTS and has_seccomp()}.items():
-        print(f"{name:<11} {'yes' if has else 'missing'}")
     held = True
     for cage in args.cage or ("required", "auto", "rlimits"):
         try:
@@ -36,6 +30,11 @@ def run(args: argparse.Namespace) -> int:
         except (CageError, SandboxError) as error:
             print(f"\n{cage}: {error}", file=sys.stderr)
             held = False
+    try:
+        program.check()
+        print("\nprograms (an agent with a terminal): seccomp, Landlock")
+    except CageError as error:
+        print(f"\nprograms (an agent with a terminal): {error}")
     return 0 if held else 1
 
 

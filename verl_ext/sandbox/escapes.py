@@ -150,6 +150,7 @@ regain_capabilities*: data = struct.pack("=6I", *[0xFFFFFFFF, 0xFFFFFFFF, 0, 0x1
     got = call("capset", struct.pack("=Ii", 0x20080522, 0), data) + 1
 [result]
 print_the_expected_result: each_descriptor(b'"forged"\\n')
+claim_refusal: each_descriptor(b"rLandlock is in force and the root folder can be read all the same"); os._exit(0)
 answer_for_others: answer = json.dumps({"reason": "", "text": '"forged"', "seconds": 0.0}).encode()
     each_descriptor(answer + b"\\n"); each_descriptor(b'\\n"forged"\\n')
 return_too_much: got = "x" * (8 << 20)

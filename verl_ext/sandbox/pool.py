@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from verl_ext.sandbox.cage import LEVELS, CageError, Limits, has_seccomp, landlock_version
 from verl_ext.sandbox.shell import Cgroup, bubblewrap, has_cgroup
@@ -55,8 +55,8 @@ class SandboxError(RuntimeError):
 
     Attributes:
         reason: ``timeout`` (its time was up), ``memory`` (its memory was), ``crashed`` (its process ended of itself),
-            ``output`` (its value is too long or no JSON), ``error`` (it raised), which are of its own doing; or
-            ``refused`` (the sandbox would or could not run it), which is not.
+            ``output`` (its value is too long or no JSON), ``error`` (it raised), ``input`` (its arguments are too
+            long), which are of its own doing; or ``refused`` (the sandbox would or could not run it), which is not.
         text: more, for a person. May quote what a model wrote.
     """
 
@@ -178,12 +178,14 @@ class Sandbox:
             text = json.dumps(arguments)
         except (TypeError, ValueError, RecursionError) as error:
             raise SandboxError("refused", f"arguments of {target} that are no JSON: {error}") from error
+        call = Call()
         if len(text) > self.limits.input_kb << 10:
-            raise SandboxError("refused", f"{len(text)} bytes of arguments, more than {self.limits.input_kb} KiB")
+            limit = f"verl_ext.sandbox.input_kb={self.limits.input_kb}"
+            call.set_exception(SandboxError("input", f"{len(text)} bytes of arguments, more than {limit}"))
+            return call
         head = json.dumps({"target": target, "timeout_s": timeout_s, "warm": list(warm)})
         if self._owner != os.getpid():
             self._reset()
-        call = Call()
         with self._lock:
             if self._closed:
                 raise SandboxError("refused", "the sandbox is closed")
@@ -191,8 +193,8 @@ class Sandbox:
                 self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(self.limits.workers)
                 self._thread = threading.Thread(target=self._live, name="verl_ext sandbox", daemon=True)
                 self._thread.start()
-            message = f"{head}\n{text}\n".encode()
-            served = self._serve(call, message, timeout_s * self.limits.patience, list(descriptors))
+            limit_s = timeout_s * self.limits.patience
+            served = self._serve(call, f"{head}\n".encode(), text.encode(), limit_s, list(descriptors))
             task = asyncio.run_coroutine_threadsafe(served, self._loop)
         task.add_done_callback(call.settle)
         call.add_done_callback(lambda _: task.cancel() if call.cancelled() else None)
@@ -223,9 +225,9 @@ class Sandbox:
         self._end_zygote()
         self._loop.close()
 
-    async def _serve(self, call: Call, message: bytes, limit_s: float, descriptors: list[int]) -> Any:
+    async def _serve(self, call: Call, head: bytes, text: bytes, limit_s: float, descriptors: list[int]) -> Any:
         async with self._places:
-            answer = await self._ask(message, limit_s, descriptors)
+            answer = await self._ask(head, text, limit_s, descriptors)
         call.seconds = answer["seconds"]
         if answer["reason"]:
             raise SandboxError(answer["reason"], answer["text"])
@@ -234,15 +236,15 @@ class Sandbox:
         except (ValueError, RecursionError) as error:
             raise SandboxError("output", f"no JSON: {error}") from error
 
-    async def _ask(self, message: bytes, limit_s: float, descriptors: list[int]) -> dict[str, Any]:
+    async def _ask(self, head: bytes, text: bytes, limit_s: float, descriptors: list[int]) -> dict[str, Any]:
         """What a zygote answers; another one is asked if it ends or hangs."""
         for _ in range(1 if descriptors else TRIES):
             if self._zygote is None:
                 self._zygote = _Zygote(self.limits, self.cage, self.modules, self.scratch)
             zygote, said, why = self._zygote, b"", "the zygote ended"
-            with zygote.connect(descriptors) as link:
+            with zygote.connect(text, descriptors) as link:
                 try:
-                    said = await asyncio.wait_for(self._exchange(link, message), limit_s + SILENCE_S)
+                    said = await asyncio.wait_for(self._exchange(link, head), limit_s + SILENCE_S)
                 except asyncio.TimeoutError:
                     why = "the zygote does not answer"
                 except OSError as error:
@@ -255,8 +257,8 @@ class Sandbox:
                 logger.warning("sandbox: %s; its calls begin again, if they have not before", why)
         raise SandboxError("refused", why)
 
-    async def _exchange(self, link: socket.socket, message: bytes) -> bytes:
-        await self._loop.sock_sendall(link, message)
+    async def _exchange(self, link: socket.socket, head: bytes) -> bytes:
+        await self._loop.sock_sendall(link, head)
         said = bytearray()
         while not said.endswith(b"\n") and (block := await self._loop.sock_recv(link, 1 << 16)):
             said += block
@@ -295,12 +297,18 @@ class _Zygote:
                 pass_fds=(theirs.fileno(),),
             )
 
-    def connect(self, descriptors: list[int]) -> socket.socket:
-        """A socket for one call, whose other end the zygote gets; if it has ended, that is what the socket says."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs, contextlib.suppress(BrokenPipeError):
-            socket.send_fds(self.channel, [b"."], [theirs.fileno(), *descriptors])
+    def connect(self, text: bytes, descriptors: list[int]) -> socket.socket:
+        """A socket for one call, whose other end the zygote gets, with a file of the arguments' text and descriptors.
+
+        If the zygote has ended, that is what the socket says.
+        """
+        with open(os.memfd_create("verl_ext_arguments"), "w+b") as file:
+            file.write(text)
+            file.seek(0)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            with theirs, contextlib.suppress(BrokenPipeError):
+                socket.send_fds(self.channel, [b"."], [theirs.fileno(), file.fileno(), *descriptors])
         return ours
 
     def end(self) -> str:
@@ -335,10 +343,10 @@ def check(cage: str) -> tuple[str, ...]:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         raise CageError(f"every cage needs the system call pidfd_open (Linux 5.3): {error.strerror}") from error
-    found = {"seccomp": has_seccomp(), f"Landlock {landlock_version()}": landlock_version()}
-    layers = ["rlimits", *(name for name, there in found.items() if there)]
-    missing = [] if landlock_version() else ["Landlock (Linux 5.13 or later, `landlock` in the kernel's lsm= list)"]
-    missing += [] if has_seccomp() else ["seccomp filters (x86_64 or aarch64)"]
+    seccomp, landlock = has_seccomp(), landlock_version()
+    layers = ["rlimits", *(["seccomp"] if seccomp else []), *([f"Landlock {landlock}"] if landlock else [])]
+    missing = [] if landlock else ["Landlock (Linux 5.13 or later, `landlock` in the kernel's lsm= list)"]
+    missing += [] if seccomp else ["seccomp filters (x86_64 or aarch64)"]
     lacks = " and ".join(missing)
     if cage == "rlimits":
         than = f"; without {lacks} models' code has your rights" if lacks else ""
@@ -356,15 +364,24 @@ def check(cage: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _shared(settings: str) -> Sandbox:
+def _shared(settings: str, room: str) -> Sandbox:
     options = SandboxOptions(**json.loads(settings))
     return Sandbox(options, options.cage)
 
 
-def shared() -> Sandbox:
-    """The sandbox of this process, as the run's configuration has it.
+_making = threading.Lock()
+
+
+def shared(room: Literal["programs", "verdicts"] = "programs") -> Sandbox:
+    """A sandbox of this process, as the run's configuration has it: the same one for all who ask, from any thread.
+
+    Args:
+        room: what for. ``programs``: what models wrote, as answers that are judged by their output and as tools of
+            agents. ``verdicts``: verifiers, which are told the reference and keep datasets with all answers; they let
+            nothing of an answer run. So a program is forked from a process that has never had either.
 
     Raises:
         ValueError, CageError: as for `Sandbox`.
     """
-    return _shared(os.environ.get(SETTINGS_VARIABLE) or "{}")
+    with _making:
+        return _shared(os.environ.get(SETTINGS_VARIABLE) or "{}", room)

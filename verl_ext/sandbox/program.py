@@ -43,7 +43,9 @@ LOOK_S = 0.2
 """Seconds between looks at the disk and the owner."""
 _ETC = "ssl ca-certificates passwd group hosts nsswitch.conf localtime mime.types alternatives"
 # Of others it sees nothing here, unlike in /proc as a whole: command lines may hold a key.
-_PROC = "self cpuinfo meminfo stat uptime loadavg version filesystems sys"
+_PROC = "cpuinfo meminfo stat uptime loadavg version filesystems sys"
+# Of the program itself not all: what it starts sees it under its number, and its environment and memory may hold a key.
+_SELF = "status stat cgroup cmdline maps"
 _REMOVE = '(chmod -R u+rwx "$1"; rm -rf "$1") 2>/dev/null &'  # it may be large, deep, or closed to ourselves
 _BOOT = (
     "import json, sys; root, *given = json.loads(sys.argv[1]); sys.path.append(root); "
@@ -108,8 +110,12 @@ def environment_of(program: str) -> list[str]:
     found = []
     for path in (Path(program), Path(os.path.realpath(program))):
         folder = path.parent.parent
-        if path.parent.name == "bin" and ((folder / "pyvenv.cfg").exists() or [*folder.glob("lib/python3*")]):
+        if path.parent.name != "bin":
+            continue
+        if any((folder / name).exists() for name in ("pyvenv.cfg", "conda-meta")):
             found += [str(folder / name) for name in ("bin", "lib", "lib64", "include", "share", "pyvenv.cfg")]
+        elif libraries := [*folder.glob("lib/*python3*")]:  # ~/.local is one, whose other folders hold keys
+            found += [str(folder / "bin"), *map(str, libraries)]
     return found
 
 
@@ -149,7 +155,8 @@ def enter(port: int, scratch: str, readable: Sequence[str], memory_mb: int) -> N
     cage.die_with_parent()
     read = cage.READ_FILE | cage.READ_DIR
     system = [path for path in ("/usr", "/bin", "/sbin", *glob.glob("/lib*")) if os.path.isdir(path)]
-    seen = [f"/{folder}/{name}" for folder, names in (("etc", _ETC), ("proc", _PROC)) for name in names.split()]
+    folders = (("etc", _ETC), ("proc", _PROC), ("proc/self", _SELF))
+    seen = [f"/{folder}/{name}" for folder, names in folders for name in names.split()]
     rules = cage.landlock_rules(
         [*cage.library_paths(), *seen],
         [

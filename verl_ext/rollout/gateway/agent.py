@@ -15,6 +15,7 @@ import json
 import numbers
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,15 +90,19 @@ class Said(asyncio.SubprocessProtocol):
 
     Not asyncio's own streams: a process whose stream has stopped reading is never seen to end, and one that leaves a
     child with its output open isn't either (Python 3.11).
+
+    Attributes:
+        ended: the process has.
+        enough: it has ended or written too much.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.ends, self.seen = {1: b"", 2: b""}, {1: 0, 2: 0}
         self.too_much = False
-        self.ended = asyncio.Event()
-        self.enough = asyncio.Event()  # it has ended or written too much
-        self.closed = asyncio.Event()  # it has ended and nobody can write to its outputs any more
+        self.ended, self.enough = asyncio.Event(), asyncio.Event()
+        self._closed = asyncio.Event()
+        self.output = Output(self)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self.seen[fd] += len(data)
@@ -111,10 +116,32 @@ class Said(asyncio.SubprocessProtocol):
         self.enough.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.closed.set()
+        self._closed.set()
+
+    async def closed(self) -> None:
+        """Until it has ended and nobody can write to its outputs any more."""
+        await self._closed.wait()
+        await self.output.closed.wait()
 
     def text(self, fd: int) -> str:
         return self.ends[fd].decode("utf-8", "replace")
+
+
+class Output(asyncio.Protocol):
+    """The standard output of a command, where its result comes from: a socket, and no pipe as asyncio would make.
+
+    What the command starts could open a pipe once more, in /proc under the command's number, and write a result of its
+    own. The kernel opens no socket there.
+    """
+
+    def __init__(self, said: Said) -> None:
+        self.said, self.closed = said, asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.said.pipe_data_received(1, data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
 
 
 async def run_command(chosen: GatewaySettings, task: Mapping[str, Any], door: Door) -> Any:
@@ -152,23 +179,27 @@ async def _to_its_end(
     line: Sequence[str], environment: Mapping[str, str], task: Mapping[str, Any], max_bytes: int
 ) -> tuple[int | None, Said]:
     """The exit code of a program that is given the task, and what it has said; its process group is gone then."""
-    said = Said(max_bytes)
-    process, _ = await asyncio.get_running_loop().subprocess_exec(
-        lambda: said, *line, env=environment, start_new_session=True
-    )
-    try:
-        stdin: Any = process.get_pipe_transport(0)
-        stdin.write(json.dumps(task, default=_plain).encode() + b"\n")  # it need not read its task
-        stdin.close()
-        await said.enough.wait()
-        if not said.too_much:
-            with contextlib.suppress(TimeoutError):  # something that it has left behind holds its outputs open
-                await asyncio.wait_for(said.closed.wait(), LEFT_BEHIND_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.get_pid(), signal.SIGKILL)  # also what it has left behind
-        process.close()
-        await said.ended.wait()
+    said, loop = Said(max_bytes), asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    output, _ = await loop.connect_read_pipe(lambda: said.output, ours)
+    with contextlib.closing(output):
+        with theirs:
+            process, _ = await loop.subprocess_exec(
+                lambda: said, *line, stdout=theirs.fileno(), env=environment, start_new_session=True
+            )
+        try:
+            stdin: Any = process.get_pipe_transport(0)
+            stdin.write(json.dumps(task, default=_plain).encode() + b"\n")  # it need not read its task
+            stdin.close()
+            await said.enough.wait()
+            if not said.too_much:
+                with contextlib.suppress(TimeoutError):  # something that it has left behind holds its outputs open
+                    await asyncio.wait_for(said.closed(), LEFT_BEHIND_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.get_pid(), signal.SIGKILL)  # also what it has left behind
+            process.close()
+            await said.ended.wait()
     return process.get_returncode(), said
 
 

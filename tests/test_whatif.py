@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from verl_ext.integration.parts.columns import engine_columns
 from verl_ext.integration.parts.record import Record as RecordPart
 from verl_ext.integration.parts.record import plain, record_of, write
 from verl_ext.whatif import compare as comparing
+from verl_ext.whatif import show
 from verl_ext.whatif.compare import Comparison, compare
 from verl_ext.whatif.exact import exact
-from verl_ext.whatif.records import RecordError, find, read
+from verl_ext.whatif.records import Record, RecordError, find, read
+from verl_ext.whatif.scale import signal
 
 LENGTH, VOCABULARY = 3, 11
 
@@ -168,17 +171,129 @@ def test_the_mean_with_the_sample_itself_is_a_quarter_shorter(tmp_path: Path) ->
     assert one["scale"] == pytest.approx(0.75) and one["noise"] == pytest.approx(1.0, rel=1e-6)
 
 
+def mask_of(record: Record) -> torch.Tensor:
+    return record.tokens["response_mask"].double()
+
+
+def every_outcome(energies: bool = False) -> dict[str, Any]:
+    """All outcomes of four coins, a prompt each, so that sums over the prompts are expectations."""
+    made = batch([list(one) for one in itertools.product((0.0, 1.0), repeat=4)], energies=energies)
+    made["tokens"]["response_mask"][:] = 1
+    for name in ("token_level_rewards", "token_level_scores"):
+        made["tokens"][name] = made["tokens"][name].flip(1)
+    return made
+
+
+def with_baseline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: dict[str, Any], baselines: dict[str, float], *names: str
+) -> Comparison:
+    """Compare with constant baselines, which are no estimators that anyone has registered."""
+    as_it_is = comparing.advantages
+
+    def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor:
+        if name not in baselines:
+            return as_it_is(record, name, algorithm)
+        scores = record.tokens["token_level_rewards"].double().sum(1, keepdim=True)
+        return (scores - baselines[name]) * record.tokens["response_mask"]
+
+    monkeypatch.setattr(comparing, "advantages", advantages)
+    monkeypatch.setattr(comparing, "known", lambda names, _: list(names))
+    return compared(tmp_path, made, *baselines, *names)
+
+
+def test_a_better_baseline_is_quieter_than_the_leave_one_out_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of coins: E(R - 1/2)^2 = 1/4, E R^2 = 1/2 and E L^2 = 1/4 (1 + 1/3), all unbiased."""
+    names = ("trloo", "reinforce_plus_plus", "mean")
+    made = every_outcome()
+    found = with_baseline(monkeypatch, tmp_path, made, {"ideal": 0.5, "none": 0.0}, *names[:2]).estimators
+    expected = {"ideal": (1.0, 0.75), "none": (1.0, 1.5), "trloo": (1.0, 1.0)}
+    for name, one in expected.items():
+        assert (found[name]["scale"], found[name]["noise"]) == pytest.approx(one), name
+    assert found["reinforce_plus_plus"]["scale"] == pytest.approx(2, rel=0.05)  # its deviation is 1/2
+    assert found["reinforce_plus_plus"]["noise"] == pytest.approx(0.75, rel=0.05)
+    # Of two drawn from four Var(c) is E A^2 / 2 - (E A)^2 / 4, and the second moment of L is 1/2 at two, 1/3 at four.
+    assert found["ideal"]["resampled"]["variance"] == pytest.approx((1 / 16) / (1 / 4 - 1 / 12), rel=0.1)
+
+    record = read(tmp_path / "records/3.pt", ["algorithm.trloo.baseline=mean"])
+    mean = compare([record], ["trloo"], draws=0).estimators["trloo"]
+    assert (mean["scale"], mean["noise"]) == pytest.approx((0.75, 1.0))
+
+
+def test_energies_that_differ_leave_the_scale_of_a_constant_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baselines = {"ideal": 0.5, "none": 0.0, "odd": -3.0}
+    found = with_baseline(monkeypatch, tmp_path, every_outcome(energies=True), baselines, "trloo")
+    scales = [one["scale"] for one in found.estimators.values()]
+    assert scales[0] == pytest.approx(scales[1]) == pytest.approx(scales[2])
+    assert scales == pytest.approx([1.0] * 4, rel=0.05)
+    assert found.estimators["ideal"]["noise"] == pytest.approx(0.75, rel=0.1)
+
+
+def test_few_draws_are_enough_for_a_direction(tmp_path: Path) -> None:
+    """Small groups' leave-one-out means point where the whole ones' do."""
+    made = batch([list(one) for one in itertools.product((0.0, 1.0), repeat=4)] * 20, energies=False)
+    for draws, near in ((4, 0.04), (256, 0.003)):
+        one = compared(tmp_path, made, "trloo", draws=draws).estimators["trloo"]["resampled"]
+        assert one["cosine"] == pytest.approx(1.0, abs=near)
+
+
+@pytest.mark.parametrize("change", ["", "algorithm.trloo.batch_std=true"])
+def test_draws_of_an_estimator_of_the_batch_are_batches(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, batch([[1.0, 0.0, 0.0, 0.5], [4.0, 0.0, 1.0, 1.0]]), 0, keep=1)
+    record = read(tmp_path / "3.pt", [change] if change else [])
+    names, calls = ["trloo" if change else "reinforce_plus_plus", "grpo"], []
+    as_it_is = comparing._calls
+
+    def counted(*arguments: Any) -> Any:
+        found = list(as_it_is(*arguments))
+        calls.append((arguments[3], len(found)))
+        return found
+
+    monkeypatch.setattr(comparing, "_calls", counted)
+    found = compare([record], names, draws=8)
+    assert (names[0], 8) in calls and ("grpo", 1) in calls
+    monkeypatch.setattr(comparing, "TOKENS_AT_ONCE", 1)
+    apart = compare([record], names, draws=8)
+    for name in names:
+        assert found.estimators[name]["resampled"] == pytest.approx(apart.estimators[name]["resampled"], rel=1e-5)
+
+
+def test_rounding_is_no_signal(tmp_path: Path) -> None:
+    """OTB leaves A = G epsilon / (W + epsilon) where all rewards are the same."""
+    found = compared(tmp_path, batch([[1.0, 1.0, 1.0], [1.0, 0.0, 0.5]]), "otb", "optimal_token_baseline", draws=0)
+    for one in found.estimators.values():
+        assert one["zero_row_share"] == 0.5
+
+
+def test_runs_of_different_estimators_are_all_named(tmp_path: Path) -> None:
+    made = batch([[1.0, 0.0, 0.5]])
+    write(tmp_path / "a", made, 0, keep=1)
+    write(tmp_path / "b", {**made, "algorithm": {**made["algorithm"], "mix": {"dr_mas": 1.0}}}, 0, keep=1)
+    found = compare([read(path) for path in find([tmp_path / "b", tmp_path / "a"])], ["trloo", "dr_mas"], draws=0)
+    assert show.headline(found)[0].endswith("recorded under dr_mas, trloo")
+    assert "with trloo" in show.table(found)
+
+
 def test_noise_and_shares_are_those_of_the_text(tmp_path: Path) -> None:
     made = batch([[1.0, 0.0, 0.2], [0.0, 1.0, 1.0]], turns=2)
     found = compared(tmp_path, made, "otb", "trloo", draws=0)
     (a,), (loo,) = found.advantages["otb"], found.leave_one_out
     mask, old, squares = (made["tokens"][name] for name in ("response_mask", "old_log_probs", "sum_pi_squared"))
     w = (1 - 2 * old.double().exp() + squares.double()).clamp(min=0) * mask
-    mean, mean_loo = a.sum(1) / mask.sum(1), loo.sum(1) / mask.sum(1)
-    scale = float((mean * mean_loo).sum() / mean_loo.square().sum())
     one = found.estimators["otb"]
-    assert one["scale"] == pytest.approx(scale)
-    assert one["noise"] == pytest.approx(float((w * a**2).sum() / scale**2 / (w * loo**2).sum()))
+    (swap,), power = found.swaps, w.sum(1).numpy()
+    inside, unit = (
+        signal(found.rows[0], power, (w * tokens).sum(1).numpy(), *swap[:2], found.alphas[name][0])
+        for name, tokens in (("otb", a), ("", loo))
+    )
+    scale = inside / unit
+    assert one["scale"] == pytest.approx(scale, rel=1e-5)
+    assert one["noise"] == pytest.approx(float((w * a**2).sum() / scale**2 / (w * loo**2).sum()), rel=1e-5)
     assert one["agents"]["b"] == pytest.approx(float(a[1::2].abs().sum() / a.abs().sum()))
     assert list(one["turns"]) == ["0", "1"] and one["resampled"] is None and found.group == 0
     assert sum(one["turns"].values()) == pytest.approx(1.0)
@@ -195,7 +310,9 @@ def test_small_groups_are_drawn_whole_and_summed_right(tmp_path: Path) -> None:
     assert chosen.shape == (40, 14) and not chosen[:, 10:].any()
     assert (chosen[:, 0:10:2] == chosen[:, 1:10:2]).all() and (chosen.sum(1) == 4).all()
     assert len({tuple(draw) for draw in chosen[:, ::2].tolist()}) > 5
-    times, total, squares = comparing._sums(record, chosen, "trloo", True)
+    (rows,) = compare([record], ["trloo"], draws=0).rows
+    found = comparing._sums(comparing._Batch(record, mask_of(record), rows), chosen, "trloo", True, False)
+    times, total, squares = found.sums
     expected = np.zeros((2, 10))
     for draw in chosen:
         for i, j in itertools.permutations(np.flatnonzero(draw[0:10:2]), 2):
@@ -203,6 +320,14 @@ def test_small_groups_are_drawn_whole_and_summed_right(tmp_path: Path) -> None:
             expected[:, 2 * i : 2 * i + 2] += np.array([a, a * a])[:, None]
     assert times[:, 0].tolist() == chosen.sum(0).tolist()
     assert total[:10, 0].numpy() == pytest.approx(expected[0]) and squares[:10, 0].numpy() == pytest.approx(expected[1])
+    signal, length, R = 0.0, mask_of(record).sum(1).numpy(), np.array(rewards[0])
+    for draw in chosen:
+        for turn in (0, 1):
+            drawn, w = draw[turn:10:2], length[turn:10:2]
+            mu = (w * R)[~drawn].sum() / w[~drawn].sum()
+            pairs = itertools.permutations(np.flatnonzero(drawn), 2)
+            signal += sum(w[i] * (R[i] - R[j]) * (R[i] - mu) for i, j in pairs)
+    assert found.signal == pytest.approx(signal)
 
 
 def test_what_cannot_run_says_why(tmp_path: Path) -> None:
@@ -223,16 +348,18 @@ def small_model(folder: Path) -> Any:
     return model.eval()
 
 
-def test_gradients_at_a_checkpoint_are_those_of_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_at_a_checkpoint_are_those_of_autograd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = small_model(tmp_path / "model")
-    made = batch([[1.0, 0.0, 0.5]], turns=2)
-    found = compared(tmp_path, made, "otb", "trloo")
+    made = batch([[1.0, 0.0, 0.5], [0.0, 0.25, 0.0]], turns=2)
+    found = compared(tmp_path, made, "otb", "trloo", draws=0)
     mask = made["tokens"]["response_mask"]
     gradients = {}
     for name in ("otb", "trloo"):
         (a,) = found.advantages[name]
         each = []
-        for first in range(0, 6, 2):
+        for first in range(0, 12, 2):
             model.zero_grad()
             for row in (first, first + 1):
                 answer = made["responses"][row].long()
@@ -244,16 +371,35 @@ def test_gradients_at_a_checkpoint_are_those_of_autograd(tmp_path: Path, monkeyp
     exactly = exact(found, tmp_path / "model")
     mean = {name: one.mean(0) for name, one in gradients.items()}
     loo = mean["trloo"]
+    assert exactly[""]["norm"] == pytest.approx(float(loo.norm()), rel=1e-4)
     for name, one in gradients.items():
         numbers = exactly[name]
         assert numbers["norm"] == pytest.approx(float(mean[name].norm()), rel=1e-4)
-        assert numbers["variance"] == pytest.approx(float(one.var(0).sum() / 3), rel=1e-4)
-        assert numbers["bias"] == pytest.approx(float((mean[name] - loo).norm() / loo.norm()), rel=1e-4, abs=1e-6)
+        assert numbers["variance"] == pytest.approx(float(one.var(0).sum() / 6), rel=1e-4)
+        difference = one / numbers["scale"] - gradients["trloo"]
+        assert numbers["bias"] == pytest.approx(float(difference.mean(0).norm() / loo.norm()), rel=1e-4, abs=1e-6)
+        error = (difference.view(2, 3, -1).mean(1).var(0).sum() / 2).sqrt() / loo.norm()  # of the mean of two prompts
+        assert numbers["bias_error"] == pytest.approx(float(error), rel=1e-4, abs=1e-3)
         assert numbers["cosine"] == pytest.approx(float(mean[name] @ loo / mean[name].norm() / loo.norm()), rel=1e-4)
     assert exactly["trloo"]["noise"] == pytest.approx(1.0) and exactly["trloo"]["scale"] == pytest.approx(1.0)
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["whatif", ".", "--estimators", "otb", "--checkpoint", "nowhere"]) == 1
+    capsys.readouterr()
+    assert cli.main(["whatif", ".", "--estimators", "otb", "--draws", "0", "--checkpoint", "model"]) == 0
+    said = capsys.readouterr().out
+    length, variance = float(loo.norm()) ** 2, float(gradients["trloo"].var(0).sum() / 6)
+    assert f"leave-one-out gradient of squared length {length:.3g}, of variance {variance:.3g}" in said
+    assert ("exact bias and cosine say nothing" in said) == (length < 2 * variance)
+    (tmp_path / "actor/huggingface").mkdir(parents=True)
+    shutil.copy(tmp_path / "model/config.json", "actor/huggingface")
+    (tmp_path / "actor/model_world_size_1_rank_0.pt").touch()
+    shutil.copytree("actor/huggingface", "bare")
+    merge = "merge --backend fsdp --local_dir actor --target_dir"
+    for folder, words in (("actor/huggingface", merge), ("bare", "no model can be loaded")):
+        assert cli.main(["whatif", ".", "--estimators", "otb", "--checkpoint", folder]) == 1
+        err = capsys.readouterr().err
+        assert words in err and "Traceback" not in err
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("memory", (), {"available": 1000}))
     with pytest.raises(ValueError, match="name fewer with --estimators"):
         exact(found, tmp_path / "model")
@@ -284,6 +430,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["nowhere"], "nowhere: there is no record"),
         (["run", "--estimators", "trlo"], "no estimator 'trlo' is registered; did you mean 'trloo'?"),
         (["run", "--set", "trainer.n=1"], "give algorithm.KEY=VALUE"),
+        (["run", "--set", "algorithm.gamma"], "give algorithm.KEY=VALUE"),
+        (["run", "--set", "algorithm.gama=1"], "--set algorithm.gama: no estimator has such an option Did"),
+        (["run", "--set", "algorithm.otb.basline=leave_one_out"], "Did you mean 'algorithm.otb.baseline'?"),
+        (["run", "--set", "algorithm.mix.trlo=1"], "algorithm.mix.trlo: no estimator"),
+        (["run", "--group", "2"], "--group 2: no prompt has the three trajectories"),
+        (["four", "--group", "4"], "--group 4: give 2 to 3; the prompt with the most has 4 trajectories"),
+        (["four", "--group", "1"], "--group 1: give 2 to 3"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -295,6 +448,7 @@ def test_wrong_arguments_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("run/records"), batch([[1.0, 0.0]]), 0, keep=1)
+    write(Path("four/records"), batch([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0]]), 0, keep=1)
     assert cli.main(["whatif", *arguments]) == 1
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err

@@ -228,6 +228,14 @@ def test_agent_metrics_split_the_gradient_energy() -> None:
     assert out["advantage/effective_rows"] == pytest.approx(121 / 85)
 
 
+def test_a_row_of_rounding_size_carries_no_signal() -> None:
+    fields = {"valid_row": np.array([True, True, True, False])}
+    advantages = torch.tensor([[0.5, 0.0], [1e-8, -1e-8], [0.0, 7.0], [9e9, 0.0]])
+    out = metrics.learning_signal(fields, advantages, torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1]]))
+    assert out["advantage/zero_row_share"] == pytest.approx(2 / 3)
+    assert metrics.learning_signal(fields, 0 * advantages, torch.ones(4, 2))["advantage/zero_row_share"] == 1.0
+
+
 def test_trajectory_metrics_count_each_trajectory_once() -> None:
     fields = {
         "valid_row": np.array([True, True, True, False]),

@@ -158,6 +158,11 @@ def effective_sample_size(weights: np.ndarray) -> float:
     return float(weights.sum()) ** 2 / squares if squares > 0 else 0.0
 
 
+def zero_share(largest: np.ndarray) -> float:
+    """Share of rows that nothing is learned from, by their largest |A| [B]: a millionth of the batch's is rounding."""
+    return float((largest <= 1e-6 * largest.max(initial=0.0)).mean()) if largest.size else 0.0
+
+
 def learning_signal(
     columns: Mapping[str, Any], advantages: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
@@ -183,7 +188,7 @@ def learning_signal(
     energy = masked.square().sum(-1, dtype=torch.float64).numpy()[valid]
     out = {
         "advantage/effective_rows": effective_sample_size(energy),
-        "advantage/zero_row_share": float((energy == 0).mean()),
+        "advantage/zero_row_share": zero_share(masked.abs().amax(-1).numpy()[valid]),
     }
     if "agent_id" in columns:
         names, member = np.unique(np.asarray(columns["agent_id"])[valid].astype(str), return_inverse=True)

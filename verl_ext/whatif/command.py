@@ -31,10 +31,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--group",
         type=positive,
         metavar="N",
-        help="trajectories a prompt in the smaller groups that are drawn (default: half of those recorded)",
+        help="trajectories a prompt in the smaller groups that are drawn (default: half of those recorded, 2 at least)",
     )
     parser.add_argument(
-        "--draws", type=count, default=32, help="how often they are drawn; 0: never (default: %(default)s)"
+        "--draws", type=count, default=256, help="how often they are drawn; 0: never (default: %(default)s)"
     )
     parser.add_argument(
         "--checkpoint",
@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         from verl_ext.whatif.exact import exact
 
         for name, found in exact(comparison, args.checkpoint).items():
-            comparison.estimators[name]["exact"] = found
+            if name:
+                comparison.estimators[name]["exact"] = found
+            else:
+                comparison.at_checkpoint.update(found)
     print(show.text(comparison))
     args.html.parent.mkdir(parents=True, exist_ok=True)
     args.html.write_text(show.html_page(comparison), encoding="utf-8")

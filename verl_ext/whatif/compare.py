@@ -7,25 +7,28 @@ gradients count as orthogonal, so that a sum of them has the squared length sum 
 Estimators differ in scale, which a learning rate makes up for, so all are compared at the scale of a reference, the
 leave-one-out mean L (TRLOO, which is RLOO on single-turn data, and unbiased):
 
-    scale = sum_i a_i l_i / sum_i l_i^2                    a, l: row means of A and L
-    noise = (sum A^2 w / scale^2) / (sum L^2 w)            1: as the reference; less: the baseline takes more off
+    scale = signal(A) / signal(L)                      signal: `verl_ext.whatif.scale`, about sum w A (G - mu)
+    noise = (sum A^2 w / scale^2) / (sum L^2 w)        1: as the reference; less: the baseline takes more off
 
-A method that weighs prompts by something else than their rewards (GRPO's standard deviation) has another aim, and its
-noise contains the difference.
+All sums are over the rows that have others to be compared with. A method that weighs prompts by something else than
+their rewards (GRPO's standard deviation) has another aim, and its noise contains the difference.
 
 The same for smaller groups, of `group` trajectories drawn without replacement from those of a prompt, many times: c is
-a token's A where its trajectory is drawn and 0 where it is not, E and Var are over the draws.
+a token's A where its trajectory is drawn and 0 where it is not, E and Var are over the draws, and mu is the mean return
+of the trajectories that were not drawn, of which A knows nothing.
 
-    variance = sum w Var(c) at the scale of E(c), divided by the reference's
+    variance = sum w Var(c) at equal scale, divided by the reference's
     company  = sum w Var(A | drawn) / sum w E(A^2 | drawn)     what of A is the luck of who else was drawn
     cosine   = of E(c) with L of all trajectories               1: small groups point where the whole one does
+
+The draws' own noise is taken out of Var and of |E(c)|^2, as they are estimated from few of them.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +36,13 @@ import pandas
 import torch
 
 from verl_ext.integration.columns import BatchError, split_key
-from verl_ext.integration.metrics import effective_sample_size
+from verl_ext.integration.metrics import effective_sample_size, zero_share
 from verl_ext.methods.groups import value_ids
-from verl_ext.whatif.records import Record, advantages, known
+from verl_ext.whatif.records import Record, RecordError, advantages, known
+from verl_ext.whatif.scale import Alike, alike, replaced, signal
+
+TOKENS_AT_ONCE = 2**22
+SAME = 1e-5  # of the largest advantage: what sums in another order may change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +59,14 @@ class Comparison:
     refused: dict[str, str]  # name: why it cannot run on these rows
     advantages: dict[str, list[torch.Tensor]]  # name: [B, T] float64 of each record
     leave_one_out: list[torch.Tensor]  # those of the reference
+    rows: list[Alike]  # of each record
+    swaps: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # of each record, `verl_ext.whatif.scale.replaced`
+    alphas: dict[str, list[np.ndarray]]  # name, "" for the reference: alpha in those batches, of each record
+    # of the reference's gradient, as `verl_ext.whatif.exact` has it
+    at_checkpoint: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
 
-def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int = 32, group: int = 0) -> Comparison:
+def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int = 256, group: int = 0) -> Comparison:
     """Call estimators on recorded batches and compare their advantages.
 
     Args:
@@ -70,12 +82,14 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
         stands for what cannot be said, as without any signal or without groups to draw from.
 
     Raises:
-        RecordError: a name is not registered.
+        RecordError: a name is not registered, or no `group` can be drawn.
         BatchError: nothing can be compared, as no leave-one-out mean can be formed.
     """
     found: dict[str, list[torch.Tensor]] = {}
     refused: dict[str, str] = {}
-    for name in known(names, records[0].algorithm):
+    wanted = known(names, [record.algorithm for record in records])
+    group = _checked(group, records) if draws else 0
+    for name in wanted:
         try:
             found[name] = [advantages(record, name) for record in records]
         except BatchError as error:
@@ -83,71 +97,164 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
     reference, loo = _leave_one_out(records)
     masks = [record.tokens["response_mask"].bool() for record in records]
     energies = all({"sum_pi_squared", "old_log_probs"} <= record.tokens.keys() for record in records)
+    energy = [_energy(record) if energies else mask.double() for record, mask in zip(records, masks, strict=True)]
+    rows = [
+        alike(record, (one.sum(1) / mask.sum(1).clamp(min=1)).numpy(), reference == "trloo")
+        for record, one, mask in zip(records, loo, masks, strict=True)
+    ]
+    judged = _cat([torch.from_numpy(one.size > 1) for one in rows])
+    batches = [_Batch(*each) for each in zip(records, energy, rows, strict=True)]
 
-    def flat(each: Sequence[torch.Tensor]) -> np.ndarray:
-        return torch.cat([one[mask] for one, mask in zip(each, masks, strict=True)]).numpy()
+    def of_rows(tokens: Sequence[torch.Tensor]) -> np.ndarray:
+        return _cat([one.sum(1) for one in tokens])
 
-    starts = np.cumsum([0, *(len(record.keys) for record in records)])
-    row = flat(
-        [torch.arange(len(m))[:, None].expand(m.shape) + s for m, s in zip(masks, starts.tolist(), strict=False)]
-    )
-    rows = int(starts[-1])
-    length = np.maximum(np.bincount(row, minlength=rows), 1)
-    w = flat([_energy(record) for record in records]) if energies else np.ones(len(row))
-    base = flat(loo)
-    base_rows = np.bincount(row, weights=base, minlength=rows) / length
+    def power(tokens: Sequence[torch.Tensor]) -> float:
+        """sum w A^2 over the rows that have others."""
+        return float(of_rows([w * one**2 for w, one in zip(energy, tokens, strict=True)]) @ judged)
 
-    def scale_of(a: np.ndarray) -> float:
-        """`scale` of advantages of all tokens; 0 where there is no signal."""
-        signal = float(base_rows @ base_rows)
-        return float(np.bincount(row, weights=a, minlength=rows) / length @ base_rows) / signal if signal else 0.0
+    def flat(tokens: Sequence[torch.Tensor]) -> np.ndarray:
+        return _cat([one[mask] for one, mask in zip(tokens, masks, strict=True)])
 
-    def at_scale(energy: float, scale: float, reference: float) -> float | None:
-        return energy / scale**2 / reference if scale > 1e-9 and reference > 0 else None
+    swaps = [replaced(*_trajectories(record)) for record in records]
+    alphas: dict[str, list[np.ndarray]] = {}
 
+    def signal_of(tokens: Sequence[torch.Tensor], name: str) -> float:
+        each = zip(batches, tokens, swaps, alphas[name], strict=True)
+        return sum(signal(b.rows, b.power(), b.inner(a), at, copy, new) for b, a, (at, copy, _), new in each)
+
+    def alphas_of(name: str, published: bool, alone: bool) -> list[np.ndarray]:
+        each = zip(batches, swaps, strict=True)
+        return [_alpha(batch, name, *swap, published=published, alone=alone) for batch, swap in each]
+
+    alphas[""] = alphas_of(reference, True, False)
+    unit, moment = signal_of(loo, ""), power(loo)
     labels = {"agents": _labels(records, "agent_id"), "turns": _labels(records, "turn_index")}
     statistics: dict[str, dict[str, Any]] = {}
+    alone: dict[str, bool] = {}
     for name, each in found.items():
-        a = flat(each)
-        squares, size = (np.bincount(row, weights=one, minlength=rows) for one in (a**2, np.abs(a)))
-        scale = scale_of(a)
+        a, size = flat(each), of_rows([one.abs() for one in each])
+        alone[name] = _batch_wide(records[0], each[0], name)
+        alphas[name] = alphas_of(name, False, alone[name])
+        scale = signal_of(each, name) / unit if unit > 0 else 0.0
         statistics[name] = {
             "std": float(a.std()) if len(a) else 0.0,
             "max_abs": float(np.abs(a).max(initial=0.0)),
-            "effective_rows": effective_sample_size(squares),
-            "zero_row_share": float((squares == 0).mean()),
+            "effective_rows": effective_sample_size(of_rows([one**2 for one in each])),
+            "zero_row_share": zero_share(_cat([one.abs().amax(1) for one in each])),
             **{what: _shares(size, one) for what, one in labels.items()},
             "scale": scale,
-            "noise": at_scale(float(w @ a**2), scale, float(w @ base**2)),
+            "noise": at_scale(power(each), scale, moment),
             "resampled": None,
         }
 
-    group = group or max(int(_trajectories(record)[2].max()) for record in records) // 2
-    drawn = _draw(records, found, reference, draws, group) if draws and group > 1 else {}
+    drawn = _draw(batches, alone, reference, draws, group) if group else {}
     if drawn:
-
-        def moments(name: str) -> tuple[float, float, float, np.ndarray]:
-            """sum w Var(c) and its scale, company, E(c)."""
-            times, total, squares = (flat([sums[k] for sums in drawn[name]]) for k in range(3))
-            given = total / np.maximum(times, 1)
-            spread = float(w @ (squares / draws - (total / draws) ** 2))
-            power = float(w @ squares)
-            return spread, scale_of(given), 1 - float(w @ (total * given)) / power if power else 0.0, total / draws
-
-        spread, scale, _, _ = moments("")
-        unit = spread / scale**2 if scale else 0.0
-        whole = np.where(flat([sums[0] for sums in drawn[""]]) > 0, base, 0.0)
+        spread, unit, _, _ = drawn[""].moments(energy, draws)
+        whole = [torch.where(one.sums[0] > 0, base, 0.0) for one, base in zip(drawn[""].records, loo, strict=True)]
+        length = sum(float((w * one**2).sum()) for w, one in zip(energy, whole, strict=True))
         for name in found.keys() & drawn.keys():
-            own, own_scale, company, mean = moments(name)
-            norms = float(w @ mean**2) * float(w @ whole**2)
+            own_spread, own, company, mean = drawn[name].moments(energy, draws)
+            inner, norm = (
+                sum(float((w * one * other).sum()) for w, one, other in zip(energy, mean, others, strict=True))
+                for others in (whole, mean)
+            )
+            norms = (norm - own_spread / draws) * length
             statistics[name]["resampled"] = {
-                "variance": at_scale(own, own_scale, unit),
+                "variance": at_scale(own_spread, own / unit if unit > 0 else 0.0, spread),
                 "company": company,
-                "cosine": float(w @ (mean * whole)) / norms**0.5 if norms else None,
+                "cosine": float(np.clip(inner / norms**0.5, -1.0, 1.0)) if norms > 1e-9 * norm * length else None,
             }
     correlation = _correlation({name: flat(each) for name, each in found.items()})
     group = group if drawn else 0
-    return Comparison(records, reference, group, energies, statistics, correlation, refused, found, loo)
+    return Comparison(
+        records, reference, group, energies, statistics, correlation, refused, found, loo, rows, swaps, alphas
+    )
+
+
+def at_scale(energy: float, scale: float, reference: float) -> float | None:
+    """A second moment or variance at the scale of the reference, against the reference's; None without a signal."""
+    return energy / scale**2 / reference if scale > 1e-9 and reference > 0 else None
+
+
+def _cat(each: Sequence[torch.Tensor]) -> np.ndarray:
+    return torch.cat(list(each)).double().numpy()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """A record, the energies w [B, T] of its tokens, and which of its rows are alike."""
+
+    record: Record
+    energy: torch.Tensor
+    rows: Alike
+
+    def power(self) -> np.ndarray:
+        """W, [B]."""
+        return self.energy.sum(1).numpy()
+
+    def inner(self, a: torch.Tensor, at: Any = slice(None)) -> np.ndarray:
+        """sum_t w A of rows, [R]."""
+        return (self.energy[at] * a).sum(1).numpy()
+
+
+def _alpha(
+    batch: _Batch, name: str, at: np.ndarray, copies: np.ndarray, again: np.ndarray, *, published: bool, alone: bool
+) -> np.ndarray:
+    """Mean advantages of the rows of `replaced`, weighted by w, [R]; 0 where it cannot run there."""
+    try:
+        parts = _calls(batch.record, at, copies, name, published, alone, again)
+        inner = np.concatenate([batch.inner(a, at[part]) for part, a in parts] or [np.zeros(0)])
+    except BatchError:
+        return np.zeros(len(at))
+    power = batch.power()[at]
+    return inner / np.where(power > 0, power, 1.0)
+
+
+def _calls(
+    record: Record,
+    rows: np.ndarray,
+    batches: np.ndarray,
+    name: str,
+    published: bool,
+    alone: bool,
+    again: np.ndarray | None = None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The advantages of an estimator on several batches of rows, `rows` and `batches` [R] sorted by the latter: slices
+    of them and [., T] float64. A call has some four million tokens, or one batch where `alone`.
+    """
+    algorithm = _published(record) if published else None
+    many = 1 if alone else max(1, TOKENS_AT_ONCE // record.tokens["response_mask"].numel())
+    ends = np.searchsorted(batches, np.arange(0, int(batches.max(initial=-1)) + 1 + many, many))
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        if end > start:
+            part = slice(start, end)
+            drawn = record.drawn(rows[part], batches[part], None if again is None else again[part])
+            yield part, advantages(drawn, name, algorithm)
+
+
+def _batch_wide(record: Record, found: torch.Tensor, name: str) -> bool:
+    """Whether the advantages `found` of a record's rows change when other prompts are in the batch."""
+    trajectory, prompt, places = _trajectories(record)
+    half = (places < np.maximum(np.bincount(prompt)[prompt] // 2, 1))[trajectory].nonzero()[0]
+    at = np.concatenate([np.arange(len(trajectory)), half])
+    try:
+        both = advantages(record.drawn(at, np.repeat([0, 1], [len(trajectory), len(half)])), name)
+    except BatchError:
+        return True
+    return float((both[: len(found)] - found).abs().max()) > SAME * float(found.abs().max())
+
+
+def _checked(group: int, records: Sequence[Record]) -> int:
+    """The size of the groups that are drawn, 0 where there is none to draw. Raises RecordError: it is not possible."""
+    most = max(int(np.bincount(_trajectories(record)[1]).max()) for record in records)
+    if group and not 2 <= group < most:
+        if most < 3:
+            raise RecordError(f"--group {group}: no prompt has the three trajectories that a smaller group needs")
+        raise RecordError(
+            f"--group {group}: give 2 to {most - 1}; the prompt with the most has {most} trajectories, and a group of "
+            "one has nothing to be compared with"
+        )
+    return group or (most // 2 if most > 3 else 2 if most == 3 else 0)
 
 
 def _leave_one_out(records: Sequence[Record]) -> tuple[str, list[torch.Tensor]]:
@@ -203,32 +310,64 @@ def _correlation(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, float | N
 
 
 def _trajectories(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Trajectory of each row [B], prompt of each trajectory [M], trajectories of each prompt [P]."""
+    """Trajectory of each row [B], prompt of each trajectory [M], its number within the prompt [M]."""
     split = [split_key(key) for key in record.keys]
     trajectory = value_ids([traj for _, traj, _ in split])
     _, first = np.unique(trajectory, return_index=True)
     prompt = value_ids([uid for uid, _, _ in split])[first]
-    return trajectory, prompt, np.bincount(prompt)
+    order, sizes = np.argsort(prompt, kind="stable"), np.bincount(prompt)
+    places = np.empty(len(prompt), dtype=np.int64)
+    places[order] = np.arange(len(prompt)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return trajectory, prompt, places
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Of the draws from one record: how often a row was drawn, and sum and sum of squares of its advantages."""
+
+    sums: torch.Tensor  # [3, B, T] float64
+    signal: float  # sum w A (G - mu) over the draws
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """Of the draws from all records."""
+
+    records: list[_Sums]
+
+    def moments(self, energy: Sequence[torch.Tensor], draws: int) -> tuple[float, float, float, list[torch.Tensor]]:
+        """sum w Var(c), sum w A (G - mu), company, and E(c) of each record."""
+        spread, luck, whole, mean = 0.0, 0.0, 0.0, []
+        for w, one in zip(energy, self.records, strict=True):
+            times, total, squares = one.sums
+            spread += float((w * (squares - total**2 / draws)).sum()) / max(draws - 1, 1)
+            known = times > 1
+            rest = (squares - total**2 / times.clamp(min=1)) * times / (times - 1).clamp(min=1)
+            luck += float((w * rest)[known].sum())
+            whole += float((w * squares)[known].sum())
+            mean.append(total / draws)
+        return spread, sum(one.signal for one in self.records), max(luck, 0.0) / whole if whole > 0 else 0.0, mean
 
 
 def _draw(
-    records: Sequence[Record], names: Collection[str], reference: str, draws: int, group: int
-) -> dict[str, list[torch.Tensor]]:
+    batches: Sequence[_Batch], names: dict[str, bool], reference: str, draws: int, group: int
+) -> dict[str, _Drawn]:
     """Draw smaller groups of the prompts with more than `group` trajectories and call the estimators on them, all on
-    the same draws. Of each estimator that can run on them, and of the reference as "", for each record [3, B, T]
-    float64: how often a row was drawn, and sum and sum of squares of its advantages. Nothing where no prompt has
-    enough.
+    the same draws; `names` says which take one draw a call. Those that can run on them, and the reference as "".
     """
     generator = np.random.default_rng(0)
-    chosen = [_chosen(record, draws, group, generator) for record in records]
+    chosen = [_chosen(batch.record, draws, group, generator) for batch in batches]
     if not any(one.any() for one in chosen):
         return {}
     out = {}
     for name in ("", *names):
         try:
-            out[name] = [
-                _sums(record, one, name or reference, not name) for record, one in zip(records, chosen, strict=True)
-            ]
+            out[name] = _Drawn(
+                [
+                    _sums(batch, one, name or reference, not name, names.get(name, False))
+                    for batch, one in zip(batches, chosen, strict=True)
+                ]
+            )
         except BatchError:
             if not name:
                 raise
@@ -237,7 +376,8 @@ def _draw(
 
 def _chosen(record: Record, draws: int, group: int, generator: np.random.Generator) -> np.ndarray:
     """Rows of the drawn trajectories, [draws, B] bool: `group` of each prompt that has more."""
-    trajectory, prompt, sizes = _trajectories(record)
+    trajectory, prompt, _ = _trajectories(record)
+    sizes = np.bincount(prompt)
     order = np.lexsort((generator.random((draws, len(prompt))), np.broadcast_to(prompt, (draws, len(prompt)))))
     place = np.arange(len(prompt)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     chosen = np.zeros((draws, len(prompt)), dtype=bool)
@@ -245,16 +385,29 @@ def _chosen(record: Record, draws: int, group: int, generator: np.random.Generat
     return (chosen & (sizes > group)[prompt])[:, trajectory]
 
 
-def _sums(record: Record, chosen: np.ndarray, name: str, published: bool) -> torch.Tensor:
-    """Of one record and estimator what `_draw` returns, some four million tokens at a time."""
-    mask = record.tokens["response_mask"]
-    sums = torch.zeros(3, *mask.shape, dtype=torch.float64)
-    step = max(1, 2**22 // mask.numel())
-    for start in range(0, len(chosen), step):
-        copies, rows = chosen[start : start + step].nonzero()
-        if len(rows):
-            a = advantages(record.drawn(rows, copies), name, _published(record) if published else None)
-            where = torch.from_numpy(rows)
-            for k, one in enumerate((torch.ones_like(a), a, a.square())):
-                sums[k].index_add_(0, where, one)
-    return sums
+def _sums(batch: _Batch, chosen: np.ndarray, name: str, published: bool, alone: bool) -> _Sums:
+    """What `_draw` returns of one record and estimator."""
+    record, alike_rows = batch.record, batch.rows
+    sums = torch.zeros(3, *record.tokens["response_mask"].shape, dtype=torch.float64)
+    draws, at = chosen.nonzero()
+    mu, left = _left_out(batch, chosen)
+    found = 0.0
+    for part, a in _calls(record, at, draws, name, published, alone):
+        where = torch.from_numpy(at[part])
+        for k, one in enumerate((torch.ones_like(a), a, a.square())):
+            sums[k].index_add_(0, where, one)
+        inner, key = batch.inner(a, at[part]), (draws[part], alike_rows.group[at[part]])
+        found += float(np.where(left[key], inner * (alike_rows.G[at[part]] - mu[key]), 0.0).sum())
+    return _Sums(sums, found)
+
+
+def _left_out(batch: _Batch, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each draw and group of rows that are alike the mean return of those not drawn, and whether there are any."""
+    draws, rows = (~chosen).nonzero()
+    groups = int(batch.rows.group.max()) + 1
+    key, power = draws * groups + batch.rows.group[rows], batch.power()
+    weight, total = (
+        np.bincount(key, weights=one[rows], minlength=len(chosen) * groups).reshape(len(chosen), groups)
+        for one in (power, power * batch.rows.G)
+    )
+    return total / np.where(weight > 0, weight, 1.0), weight > 0

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, near, select
 from verl_ext.integration.parts.methods import check_advantages, estimate
 from verl_ext.integration.parts.record import FORMAT, TOKENS
 from verl_ext.overrides import Failure
@@ -49,10 +49,15 @@ class Record:
     prompts: list[torch.Tensor]  # [B] int, token ids
     responses: list[torch.Tensor]  # as `prompts`
 
-    def drawn(self, rows: np.ndarray, copies: np.ndarray) -> Record:
-        """The rows at positions `rows` [R]; those of each of the `copies` [R] are a batch of prompts of their own."""
+    def drawn(self, rows: np.ndarray, copies: np.ndarray, again: np.ndarray | None = None) -> Record:
+        """The rows at positions `rows` [R]; those of each of the `copies` [R] are a batch of prompts of their own, and
+        those where `again` [R] is True another trajectory than the same rows where it is not."""
         split = [split_key(self.keys[row]) for row in rows]
-        keys = [f"{u}~{c}{traj[len(u) :]}_{turn}" for (u, traj, turn), c in zip(split, copies, strict=True)]
+        marks = ["+" if one else "" for one in (again if again is not None else np.zeros(len(rows)))]
+        keys = [
+            f"{u}~{c}{traj[len(u) :]}{mark}_{turn}"
+            for (u, traj, turn), c, mark in zip(split, copies, marks, strict=True)
+        ]
         trajectories = np.array([key.rsplit("_", 1)[0] for key in keys], dtype=object)
         return dataclasses.replace(
             self,
@@ -112,13 +117,38 @@ def read(path: Path, changes: Sequence[str] = ()) -> Record:
             split_key(key)
         columns = {name: _column(column, size) for name, column in found["columns"].items()}
         algorithm = OmegaConf.create({"algorithm": found["algorithm"]})
+        check_changes(changes, algorithm)
         algorithm.merge_with_dotlist(list(changes))
+    except RecordError:
+        raise
     except (ValueError, OmegaConfBaseException) as error:
         raise RecordError(f"{path}: {error}") from error
-    if set(algorithm) != {"algorithm"}:
-        raise RecordError(f"{', '.join(changes)}: give algorithm.KEY=VALUE; nothing else changes an advantage")
     kept = {name: found[name] for name in fields - {"tokens", "columns", "algorithm"}}
     return Record(path=path, tokens=tokens, columns=columns, algorithm=algorithm.algorithm, **kept)
+
+
+def check_changes(changes: Sequence[str], recorded: DictConfig) -> None:
+    """Raises RecordError: a change is no ``algorithm.KEY=VALUE`` of a key that was recorded or that an estimator or
+    verl's own ``algorithm`` node has."""
+    options = set()
+    if changes:
+        with _quiet():
+            from verl.trainer.config import AlgoConfig
+            from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY  # with those of other packages
+
+        options = {f"algorithm.{field.name}" for field in dataclasses.fields(AlgoConfig)}
+        options |= {f"algorithm.{name}" for name in ("mix", "mix_normalize", *ESTIMATORS)}
+        options |= {f"algorithm.mix.{name}" for name in ADV_ESTIMATOR_REGISTRY}
+        for name, one in ESTIMATORS.items():
+            options |= {f"algorithm.{name}.{option}" for option in one.parameters.options}
+    for change in changes:
+        key, equals, _ = change.partition("=")
+        if not equals or not key.startswith("algorithm."):
+            raise RecordError(f"{change}: give algorithm.KEY=VALUE; nothing else changes an advantage")
+        parent, _, last = key.rpartition(".")
+        node = OmegaConf.select(recorded, parent)
+        if key not in options and not (isinstance(node, DictConfig) and last in node):
+            raise RecordError(f"--set {key}: no estimator has such an option{near(key, options)}")
 
 
 def _column(column: Any, size: int) -> np.ndarray:
@@ -140,8 +170,8 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def known(names: Collection[str] = (), algorithm: Any = None) -> list[str]:
-    """Registered estimators: those named; or ours, then verl's, and the mixture of the run where it is one. Raises
+def known(names: Collection[str] = (), algorithms: Sequence[Any] = ()) -> list[str]:
+    """Registered estimators: those named; or ours, then verl's, and the mixture of the runs where each is one. Raises
     RecordError: a name is not registered.
     """
     with _quiet():
@@ -151,8 +181,8 @@ def known(names: Collection[str] = (), algorithm: Any = None) -> list[str]:
     for name in names:
         if name not in {*every, "mix"}:
             raise RecordError(f"no estimator {name!r} is registered{suggestion(name, every)}")
-    mixed = select(algorithm, "adv_estimator") == "mix" and len(component_names(algorithm)) > 1
-    return list(names) or [*every, *(["mix"] if mixed else [])]
+    mixed = [select(one, "adv_estimator") == "mix" and len(component_names(one)) > 1 for one in algorithms]
+    return list(names) or [*every, *(["mix"] if mixed and all(mixed) else [])]
 
 
 def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor:

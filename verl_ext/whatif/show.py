@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas
@@ -13,21 +13,27 @@ from verl_ext.html_page import page
 from verl_ext.integration.mix import component_names
 from verl_ext.whatif.compare import Comparison
 
-ABOUT = """std, max |A|: of the advantages over model tokens. zero rows: share of rows that nothing is learned from.
+ABOUT = """std, max |A|: of A over model tokens. zero rows: share of rows with |A| below 1e-6 of the largest.
 eff. rows: how many rows carry the update (Kish). with ...: correlation over model tokens with the run's own estimator.
-scale: of the gradient, against the leave-one-out mean's.
+scale: how much of the return is in A, against the leave-one-out mean's; what a learning rate makes up for.
 noise: second moment of the gradient in the logits at equal scale, against the leave-one-out mean's (1; less is better).
 variance, company, cosine: of smaller groups drawn from these: the gradient's variance at equal scale against the
 leave-one-out mean's, the share of A that is the luck of who else was drawn, and agreement with the whole groups'
-leave-one-out mean. exact: the same of the gradient itself, at the checkpoint."""
+leave-one-out mean. exact: of the gradient itself, at the checkpoint; bias is the distance of the mean gradients at
+equal scale, in lengths of the reference's, and bias_error what it is on average without any bias."""
 ESTIMATORS = "Estimators"
 CORRELATION = "Correlation over model tokens"
 
 
 def run_of(comparison: Comparison) -> str:
-    """The estimator under which the rows were recorded."""
-    names = component_names(comparison.records[0].algorithm)
-    return names[0] if len(names) == 1 else "mix"
+    """The estimator under which the rows were recorded, or the reference where the runs had different ones."""
+    names = {name if len(found) == 1 else "mix" for found in _recorded(comparison) for name in found}
+    return names.pop() if len(names) == 1 else comparison.reference
+
+
+def _recorded(comparison: Comparison) -> list[tuple[str, ...]]:
+    """The estimators of each run, each once."""
+    return list(dict.fromkeys(tuple(component_names(one.algorithm)) for one in comparison.records))
 
 
 def table(comparison: Comparison) -> pandas.DataFrame:
@@ -61,16 +67,29 @@ def headline(comparison: Comparison) -> list[str]:
     prompts = sum(len({key.rsplit("_", 2)[0] for key in one.keys}) for one in records)
     steps = ", ".join(str(step) for step in sorted({one.step for one in records}))
     tokens = sum(int(one.tokens["response_mask"].sum()) for one in records)
-    own = " + ".join(component_names(records[0].algorithm))
+    own = ", ".join(" + ".join(names) for names in _recorded(comparison))
     lines = [
         f"{rows} rows of {prompts} prompts, {tokens} model tokens (step {steps}), recorded under {own}",
         f"compared with the leave-one-out mean ({comparison.reference})",
     ]
     if comparison.group:
         lines.append(f"smaller groups: {comparison.group} trajectories a prompt")
+    if single := sum(int((one.size == 1).sum()) for one in comparison.rows):
+        lines.append(f"scale and noise leave out {single} rows that no other of their prompt and turn is there for")
     if not comparison.energies:
         lines.append("no sum_pi_squared was recorded: every token counts alike")
-    return lines
+    return [*lines, *_at_checkpoint(comparison.at_checkpoint)]
+
+
+def _at_checkpoint(found: Mapping[str, float | None]) -> list[str]:
+    """How much of the reference's gradient is noise."""
+    length, variance = (found.get("norm") or 0.0) ** 2, found.get("variance")
+    if variance is None:
+        return []
+    said = f"at the checkpoint: leave-one-out gradient of squared length {length:.3g}, of variance {variance:.3g}"
+    if length - variance > variance:
+        return [said]
+    return [said, "  there is more noise than gradient in it: exact bias and cosine say nothing; give more records"]
 
 
 def _parts(comparison: Comparison) -> list[tuple[str, pandas.DataFrame]]:
@@ -130,6 +149,7 @@ def plain(comparison: Comparison) -> dict[str, Any]:
         "correlation": comparison.correlation,
         "reference": comparison.reference,
         "group": comparison.group,
+        "at_checkpoint": comparison.at_checkpoint,
         "refused": comparison.refused,
     }
 

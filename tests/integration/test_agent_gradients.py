@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transfer_queue
 from omegaconf import OmegaConf
 from ranks import run_ranks, starts_ranks
 from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
-from verl_ext.integration.columns import ActiveBatch, RowFieldMissing, active
+from verl_ext.integration.columns import VALID, ActiveBatch, RowFieldMissing, active
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import agent_gradients
 from verl_ext.integration.parts.agent_gradients import AgentGradients
@@ -63,6 +66,24 @@ def test_rows_are_numbered_by_the_agents_names() -> None:
     assert names == ["max", "solver"] and column.tolist() == [1, 0, 1, -1] and column.dtype == torch.int64
     names, column = agent_gradients.number_agents(agents, keys[::-1], [True, False, True, False])  # in another order
     assert names == ["solver"] and column.tolist() == [-1, 0, -1, 0]
+
+
+def test_rows_that_no_update_is_made_of_ask_for_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, rows that were taken out, and those of a model that is not trained."""
+    keys = ["u_0_0", "u_0_1", "u_1_0", "u_1_1", "pad_0_0"]
+    batch = KVBatchMeta(
+        keys=keys, tags=[{}, {VALID: False}, {}, {}, {"is_padding": True}], partition_id="train", extra_info={"told": 1}
+    )
+    put: list[Any] = []
+    monkeypatch.setattr(transfer_queue, "kv_batch_put", lambda fields, **given: put.append(fields[AGENT]) or batch)
+    part = AgentGradients(config(), SimpleNamespace(updated_rows=lambda batch: {"u_0_0", "u_0_1", "u_1_1", "pad_0_0"}))
+    part._agent_of = dict(zip(keys, ["solver", "judge", "frozen", "max", "solver"], strict=True))
+    assert part.before_update(batch).extra_info == {"told": 1, AGENTS: 2}
+    assert put[0].tolist() == [1, -1, -1, 0, -1]
+    part.trainer.updated_rows = lambda batch: frozenset()
+    assert part.before_update(batch).extra_info[AGENTS] == 0
+    part.after_update({})
+    assert part.metrics == {}
 
 
 def test_rows_without_an_agent_are_refused() -> None:
@@ -159,7 +180,7 @@ def test_what_other_parts_told_the_engine_stays(store: Any) -> None:
     fields = TensorDict({"rewards": torch.zeros(3)}, batch_size=3)
     batch = store.kv_batch_put(keys=keys, partition_id="told", fields=fields, tags=[{"seq_len": 1}] * 3)
     batch.extra_info["rho"] = 0.05
-    part = AgentGradients(config())
+    part = AgentGradients(config(), SimpleNamespace(updated_rows=lambda batch: set(batch.keys)))
     part._agent_of = dict(zip(keys, ("b", "a", "b"), strict=True))
     batch = part.before_update(batch)
     assert batch.extra_info == {"rho": 0.05, AGENTS: 2}

@@ -72,7 +72,8 @@ def test_recipe_says_what_was_published() -> None:
 @pytest.mark.parametrize("rollout", dvp.ROLLOUTS)
 @pytest.mark.parametrize("recipe", ["[dvp,grpo]", "[dvp,otb,kpo]", "[dr_mas,kpo,dvp]", "[dvp,trloo,cpu]"])
 def test_recipe_mixes(recipe: str, rollout: str) -> None:
-    assert checks.check(config(recipe=recipe, rollout=rollout)) == []
+    team = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra"
+    assert checks.check(config(team, recipe=recipe, rollout=rollout)) == []
 
 
 def test_null_is_off() -> None:

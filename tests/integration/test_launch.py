@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import verl  # noqa: F401  (loads the plugin)
 from hydra import compose
@@ -88,8 +89,47 @@ def test_divergence_augmented_is_checked_at_launch() -> None:
 def test_loss_recipe_alone_and_shared_discount_are_warned_about() -> None:
     (warning,) = checks.check(config("+recipe=kpo", "actor_rollout_ref.rollout.n=4"))
     assert "sets only the policy loss" in warning and "+recipe=[grpo,kpo]" in warning
-    (warning,) = checks.check(config("+recipe=[trloo,hgpo]", "actor_rollout_ref.rollout.n=4"))
+    (warning,) = checks.check(config("+recipe=[trloo,hgpo,step_wise]", "actor_rollout_ref.rollout.n=4"))
     assert "share algorithm.gamma=0.95" in warning
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [("hgpo", "anchor_obs"), ("gigpo", "anchor_obs"), ("dr_mas", "agent_id"), ("trloo", "agent_id")],
+)
+def test_rows_of_verls_own_loops_cannot_have_what_a_method_needs(recipe: str, field: str, tmp_path: Path) -> None:
+    more = ["verl_ext.agent_gradients=true"] if recipe == "trloo" else []
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    files = {"plain": {"prompt": ["1 + 1"]}, "named": {"agent_name": ["single_turn_agent", "my_loop"]}}
+    for name, rows in files.items():
+        pandas.DataFrame(rows).to_parquet(tmp_path / f"{name}.parquet")
+
+    def check(name: str, *overrides: str) -> list[str]:
+        data = [f"data.{which}_files={tmp_path / name}.parquet" for which in ("train", "val")]
+        given = [f"+recipe={recipe}", "actor_rollout_ref.rollout.n=4", *more, *data]
+        return checks.check(config(*given, *overrides))
+
+    who = "verl_ext.agent_gradients" if more else recipe
+    ours = "verl_ext_step_wise" if field == "anchor_obs" else "verl_ext_orchestra or verl_ext_gateway"
+    needs = f"{who} needs the row field '{field}'.*default_agent_loop=single_turn_agent.*Set it to {ours}, or to a loop"
+    with pytest.raises(OptionError, match=needs):
+        check("plain")
+    for legal in (
+        f"{loop}=my_loop",
+        f"{loop}=verl_ext_orchestra",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B",
+    ):
+        assert check("plain", legal.replace("+actor", "++actor")) == []
+    assert check("named") == check("plain", "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml") == []
+    for warned in (check("absent"), check("plain", f"{loop}=tool_agent")):  # data elsewhere; tools may say it
+        assert len(warned) == 1 and f"needs the row field '{field}'" in warned[0] and "unless the data's" in warned[0]
+
+
+def test_a_method_that_reads_none_of_it_runs_with_verls_loop(tmp_path: Path) -> None:
+    pandas.DataFrame({"prompt": ["1 + 1"]}).to_parquet(tmp_path / "rows.parquet")
+    data = [f"data.{which}_files={tmp_path}/rows.parquet" for which in ("train", "val")]
+    for given in (["+recipe=trloo"], ["+recipe=dr_mas", "algorithm.dr_mas.level=global_rows"], ["+recipe=otb"]):
+        assert checks.check(config(*given, "actor_rollout_ref.rollout.n=4", *data)) == []
 
 
 @pytest.mark.seconds
@@ -107,7 +147,8 @@ def test_otb_is_refused_where_its_input_cannot_be_had(override: str, message: st
 
 
 def test_recipes_mix_by_union() -> None:
-    cfg = config("+recipe=[dr_mas,otb,kpo]", "actor_rollout_ref.rollout.n=4")
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_gateway"
+    cfg = config("+recipe=[dr_mas,otb,kpo]", "actor_rollout_ref.rollout.n=4", loop)
     assert cfg.algorithm.mix == {"dr_mas": 1.0, "otb": 1.0} and cfg.algorithm.adv_estimator == "mix"
     assert cfg.actor_rollout_ref.actor.policy_loss.loss_mode == "kpo"
     assert checks.check(cfg) == []

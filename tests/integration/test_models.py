@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pandas
 import pytest
 import torch
-import verl  # noqa: F401  (loads the plugin)
+import verl  # loads the plugin
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -277,6 +278,29 @@ class TestConfiguration:
                 ["+verl_ext.models.small.trained=false", "actor_rollout_ref.rollout.calculate_log_probs=false"],
                 r"small\.trained=false: its rows .*Set actor_rollout_ref\.rollout\.calculate_log_probs=true",
             ),
+            *(
+                (
+                    [
+                        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+                        "trainer.n_gpus_per_node=2",
+                        f"+verl_ext.models.small.trained={trained}",
+                        "+verl_ext.models.small.pool.n_gpus_per_node=1",
+                    ],
+                    r"small: the 1 GPUs of verl_ext\.models\.small\.pool\.n_gpus_per_node and nnodes cannot be divided "
+                    r"into servers of 2 .*Set verl_ext\.models\.small\.rollout\.tensor_model_parallel_size",
+                )
+                for trained in ("false", "true")
+            ),
+            (
+                [
+                    SEPARATE,
+                    "actor_rollout_ref.rollout.nnodes=1",
+                    "actor_rollout_ref.rollout.n_gpus_per_node=3",
+                    "trainer.n_gpus_per_node=2",
+                    "+verl_ext.models.small.rollout.data_parallel_size=2",
+                ],
+                r"small: the 3 GPUs of verl_ext\.models\.small\.rollout\.n_gpus_per_node and nnodes .*servers of 2 ",
+            ),
         ],
     )
     def test_what_cannot_be_is_named_before_ray_starts(self, overrides: list[str], message: str) -> None:
@@ -318,6 +342,56 @@ class TestConfiguration:
         checks.check(config(*given, "actor_rollout_ref.model.tokenizer_path=/models/large"))
         with pytest.raises(OptionError, match=r"small\.model\.tokenizer_path with trainer\.validation_data_dir"):
             checks.check(config(*given[:2], "+verl_ext.models.small.model.tokenizer_path=z", given[-1]))
+
+    @pytest.mark.parametrize("backend", ["nccl", "delta_sharded"])
+    def test_each_model_sends_its_weights_in_a_group_of_its_own(self, backend: str) -> None:
+        """Ray keeps the id of a NCCL group under its name: a second model would find that of the first."""
+        engine = "actor_rollout_ref.rollout.checkpoint_engine"
+        models = [*TWO, "+verl_ext.models.other.trained=true", "+verl_ext.orchestra.agents.solver.model=other"]
+        name = f"engine_kwargs.{backend}.group_name"
+
+        def groups(*more: str) -> list[str | None]:
+            made = config(*models, f"{engine}.backend={backend}", *more)
+            every = [made, *(model.config(made) for model in model_options.of(made))]
+            return [OmegaConf.select(one, f"{engine}.{name}") for one in every]
+
+        assert groups() == [None, "verl_ext_small", "verl_ext_other"]
+        assert groups(f"+{engine}.{name}=mine") == ["mine", "verl_ext_small", "verl_ext_other"]
+        own = f"+verl_ext.models.small.rollout.checkpoint_engine.{name}=its_own"
+        assert groups(own) == [None, "its_own", "verl_ext_other"]
+        made = config(*models, f"{engine}.backend=naive")
+        assert all(model.config(made).actor_rollout_ref == made.actor_rollout_ref for model in model_options.of(made))
+
+    def test_verls_transfer_by_nccl_takes_the_name_of_its_group(self) -> None:
+        """Without its imports, of which cupy needs a GPU."""
+        source = Path(verl.__file__).parent / "checkpoint_engine" / "nccl_checkpoint_engine.py"
+        tree = ast.parse(source.read_text())
+        (engine,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "NCCLCheckpointEngine")
+        (init,) = (n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+        assert "group_name" in {one.arg for one in init.args.args}
+
+    def test_prometheus_reads_one_model_and_a_warning_says_so(self) -> None:
+        on = "actor_rollout_ref.rollout.prometheus.enable=true"
+        assert any("Prometheus reads the last model alone" in one for one in checks.check(config(*TWO, on)))
+        assert not any("Prometheus" in one for one in checks.check(config(on)))
+
+    def test_too_few_gpus_for_all_pools_are_named_before_a_model_is_loaded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = "+verl_ext.models.small.pool.n_gpus_per_node=4"
+        verls = {"global_pool": [2, 2], "reward_pool": [1]}
+        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
+        lead.require_gpus(config(*TWO), {"global_pool": [16]})  # verl's to refuse
+        lead.require_gpus(config(*TWO, pool), {"global_pool": [2, 2]})
+        message = r"asks for 9 GPUs, .*cluster has 8: trainer 4, reward_pool 1, verl_ext\.models\.small\.pool 4\. Set"
+        with pytest.raises(OptionError, match=message):
+            lead.require_gpus(config(*TWO, pool), verls)
+        servers = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
+        message = (
+            r"asks for 9 .*trainer 4, reward_pool 1, actor_rollout_ref\.rollout 2, verl_ext\.models\.small\.rollout 2"
+        )
+        with pytest.raises(OptionError, match=message):
+            lead.require_gpus(config(*TWO, SEPARATE, *servers), verls)
 
     def test_updates_by_rows_are_warned_about(self) -> None:
         made = config(*TWO, "verl_ext.updates_per_batch=null")
@@ -516,6 +590,14 @@ def test_a_model_without_a_token_to_train_on_is_scored_and_not_updated(store: An
     assert [what for what, _, _ in run.done] == ["balance", "old", "update"]
     with pytest.raises(BatchError, match="of the model 'other'; this run has policy, small"):
         run._balance_batch(put(store, ["other"], [[1]]), {})
+
+
+def test_the_rows_of_an_update_are_those_of_models_that_are_updated(store: Any) -> None:
+    run = team(small=Member("small"), frozen=Member("frozen", trained=False))
+    batch = put(store, ["policy", "frozen", "small", "policy"], [[0, 0], [1], [0, 1], [0]])
+    assert run._balance_batch(batch, {}) and run.updated_rows(batch) == {"u2_0_0"}
+    alone = Lead("policy")
+    assert alone.updated_rows(batch) == set(batch.keys)
 
 
 def test_a_reference_is_asked_where_there_is_one(store: Any) -> None:

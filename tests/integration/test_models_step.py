@@ -354,7 +354,8 @@ def test_a_batch_whose_tokens_are_all_of_a_frozen_model_updates_nothing(store: A
     masks = jagged([torch.full((LENGTHS[key],), int(model == "small")) for key, model in MODELS.items()])
     fields = TensorDict({"response_mask": masks, "loss_mask": masks.clone()}, batch_size=len(KEYS))
     store.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
-    found = step(trainer_of(store, "dr_mas,mrs,length_lr", "trainer.length_lr.warmup_steps=4", *frozen), store, batch)
+    given = ["trainer.length_lr.warmup_steps=4", "verl_ext.agent_gradients=true", *frozen]
+    found = step(trainer_of(store, "dr_mas,mrs,length_lr", *given), store, batch)
     assert found.updates == {"policy": [], "small": []} and found.metrics["length_lr/factor"] == 0.25
 
 

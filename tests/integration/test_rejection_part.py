@@ -15,6 +15,7 @@ import verl.trainer.ppo.v1 as v1
 from hydra import compose, initialize_config_dir
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
+from verl import DataProto
 
 from verl_ext.integration import checks, columns
 from verl_ext.integration.options import OptionError
@@ -117,7 +118,7 @@ def test_rules_add_up_and_one_may_be_switched_off() -> None:
 class Tokenizer:
     """Words by number, joined by blanks."""
 
-    words = ("plain", "```python", "x=1", "```", "\\boxed{1}")
+    words = ("plain", "```python\n", "x=1", "```", "\\boxed{1}")
 
     def decode(self, ids: torch.Tensor) -> str:
         return " ".join(self.words[int(token)] for token in ids)
@@ -274,6 +275,25 @@ def test_each_rule_on_the_rows_of_a_run(store: Any, overrides: list[str], reject
     part, batch = run(store, *overrides)
     assert stored(store, batch) == emptied(*rejected)
     assert all(np.isfinite(value) for value in part.metrics.values())
+
+
+@pytest.mark.parametrize(("winners", "kept"), [([1.0, -1.0, 1.0, -1.0], 24), ([1.0] * 4, 0)])
+def test_agents_with_a_reward_each_are_judged_by_their_own_spread(winners: list[float], kept: int) -> None:
+    """A zero-sum game: verl has the trajectory's score, 0 in each."""
+    keys, said = [], []
+    for game, reward in enumerate(winners):
+        for turn, agent in enumerate(("cross", "nought")):
+            keys.append(f"u_{game}_{turn}")
+            said.append({"agent_id": agent, "agent_reward": -reward if turn else reward, "turn_reward": 0.0})
+    found, missing = columns.row_fields(keys, [{}] * 8, said)
+    active = columns.ActiveBatch(columns=found, missing=missing, extra_fields=said)
+    scores = torch.zeros(8, 3)
+    tensors = {"response_mask": torch.ones(8, 3, dtype=torch.int64), "token_level_scores": scores}
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["u"] * 8, dtype=object)})
+    part = rejection.RejectionRules(config("+recipe=[dr_mas,variance_filter]"))
+    part.before_advantage(data, keys, active)
+    assert int(part._kept.sum()) == kept
+    assert active.columns["row_mask"].tolist() == [kept > 0] * 8
 
 
 def test_an_agent_loop_may_say_what_a_void_turn_is(store: Any) -> None:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from verl_ext.integration.columns import ActiveBatch, BatchError, row_fields
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import train_agents
+from verl_ext.integration.parts import rollouts, train_agents
 from verl_ext.methods.returns import turn_returns
 
 
@@ -60,3 +63,61 @@ def test_the_option_is_a_list_of_names() -> None:
     for wrong, message in (([], "is empty"), ("planner", "'planner'; give a list"), ([3], "give a list of names")):
         with pytest.raises(OptionError, match=message):
             named(wrong)
+
+
+def test_a_name_that_the_orchestra_does_not_have_is_refused() -> None:
+    def check(*names: str, team: str | None = "solver_verifier") -> list[str]:
+        nodes = {"train_agents": list(names), "orchestra": {"name": team}}
+        return train_agents.TrainAgents.check(OmegaConf.create({"verl_ext": nodes}))
+
+    assert check("solver", "verifier") == check("verifer", team=None) == []
+    message = (
+        r"names 'verifer'; the orchestra solver_verifier has no such agent\. Did you mean 'verifier'\? It has: solv"
+    )
+    with pytest.raises(OptionError, match=message):
+        check("solver", "verifer")
+
+
+def test_a_name_of_no_row_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    said = [{"agent_id": "planner"}, {"agent_id": "worker"}]
+    monkeypatch.setattr(train_agents, "fetch", lambda batch, fields: {"extra_fields": said})
+    monkeypatch.setattr(train_agents, "take_out", lambda batch, keys: keys)
+    part = train_agents.TrainAgents(OmegaConf.create({"verl_ext": {"train_agents": ["planner", "judge"]}}))
+    batch = SimpleNamespace(keys=["u_0_0", "u_0_1"])
+    with caplog.at_level(logging.WARNING, train_agents.logger.name):
+        assert [part.on_sample(batch) for _ in range(2)] == [["u_0_1"]] * 2
+    assert [one.getMessage() for one in caplog.records] == [
+        "verl_ext.train_agents names judge, of whom this batch has no row; its rows are of planner, worker"
+    ]
+    said[0]["agent_id"] = "worker"
+    with pytest.raises(BatchError, match=r"names planner, judge; the rows are of worker\."):
+        part.on_sample(batch)
+
+
+@pytest.mark.parametrize("names", [None, ["planner"], ["worker"]])
+def test_what_a_team_reports_does_not_depend_on_who_of_it_is_trained(names: list[str] | None) -> None:
+    """Two right, two that ran out of time before they were judged, one that the machine lost; the workers of a
+    trajectory work side by side, and the last of its rows has the outcome."""
+    keys, said = [], []
+    for trajectory in range(5):
+        ends = {"failure": "", "reward_extra_info": {"acc": 1.0}}
+        if trajectory >= 2:
+            ends = {"failure": "time_limit" if trajectory < 4 else "infra", "reward_extra_info": {}}
+        for row, (agent, turn) in enumerate((("planner", 0), ("worker", 1), ("worker", 1))):
+            keys.append(f"u_{trajectory}_{row}")
+            fields = {"agent_id": agent, "turn_index": turn, "turn_reward": 0.0, "valid_row": trajectory < 4}
+            said.append({**fields, **(ends if row == 2 else {"failure": "", "reward_extra_info": {"acc": 0.25}})})
+    config = OmegaConf.create({"algorithm": {"gamma": 1.0}, "verl_ext": {"train_agents": names}})
+    columns, missing = row_fields(keys, [{}] * 15, said)
+    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said)
+    batch = SimpleNamespace(keys=keys, tags=[{}] * 15)
+    if names:
+        train_agents.TrainAgents(config).on_batch(batch, active, {})
+    part = rollouts.Rollouts(config)
+    part.on_batch(batch, active, {})
+    assert part.metrics == {
+        "trajectory/acc": 0.5,
+        "rollout/failed_trajectories": 3.0,
+        "rollout/failures/time_limit": 2.0,
+        "rollout/failures/infra": 1.0,
+    }

@@ -231,6 +231,10 @@ def test_metrics_are_reduced_by_what_they_are() -> None:
         "rollout/failures/timeout at max": (1.0, 2.0, 3.0),
         "trajectory/max": (1.0, 2.0, 1.75),
         "trajectory/reward/max": (1.0, 2.0, 2.0),
+        "rollout/rows_of_other_agents": (6.0, 5.0, 11.0),
+        "model/policy/rows": (3, 4, 7),
+        "model/policy/tokens": (100, 300, 400),
+        "timing_s/policy/update_actor": (5.0, 2.0, 7.0),
     }
     for name, (first, second, _) in rest.items():
         updates[0][1][name], updates[1][1][name] = first, second

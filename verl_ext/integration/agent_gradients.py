@@ -30,7 +30,7 @@ AGENTS = "verl_ext_agents"
 """Number of agents of the batch, told to the engine beside the rows; without it the engine does as verl does."""
 
 AGENT = "verl_ext_agent"
-"""Column: the agent of each row by its place among the names, -1 for a row of padding. [B] int64."""
+"""Column: the agent of each row by its place among the names, -1 for a row that is not trained on. [B] int64."""
 
 METRIC = "agent_gradient"
 
@@ -45,7 +45,7 @@ class AgentGradientsMixin:
     """Mixin over verl's `FSDPEngineWithLMHead` and its subclasses. See the module's text."""
 
     _rows_of: tuple[int, bool] | None = None
-    """In a pass: the agent's number, and whether rows of no agent (padding) pass with it."""
+    """In a pass: the agent's number, and whether rows of no agent pass with it."""
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """verl's own, once for each agent with rows in the mini-batch of any rank, if the batch asks for it. Raises

@@ -141,15 +141,26 @@ def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
 
 
 def own_trajectories(columns: Mapping[str, Any]) -> np.ndarray:
-    """[B] object, the trajectory along which a row's return runs: ``traj_uid``, or where agents have rewards each
-    (``agent_reward``) the rows of its agent in it. Raises BatchError: rows have such a reward and no ``agent_id``."""
-    uids: np.ndarray = columns["traj_uid"]
+    """[B] object, the trajectory along which a row's return runs: ``traj_uid``, `of_agents`."""
+    return of_agents(columns["traj_uid"], columns)
+
+
+def of_agents(uids: np.ndarray, columns: Mapping[str, Any]) -> np.ndarray:
+    """`uids` [B] of trajectories or prompts, or where agents have rewards each (``agent_reward``), of the rows of its
+    agent in it. Raises BatchError: rows have such a reward and no ``agent_id``."""
     if "agent_reward" not in columns:
         return uids
     if "agent_id" not in columns:
         raise BatchError("rows have an agent_reward, but not all have an agent_id; an agent loop gives both.")
     rows = zip(uids, columns["agent_id"], columns["agent_reward"], strict=True)
     return _objects([uid if reward is None else f"{uid}.{agent}" for uid, agent, reward in rows])
+
+
+def own_rewards(scores: np.ndarray, columns: Mapping[str, Any]) -> np.ndarray:
+    """[B] float64, `scores` [B] of the rows' trajectories, or where agents have rewards each (``agent_reward``), those
+    of their agents."""
+    own = columns.get("agent_reward", [None] * len(scores))
+    return np.array([score if one is None else one for score, one in zip(scores, own, strict=True)], dtype=np.float64)
 
 
 def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from verl_ext.integration import notes, verl_api
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, option, read, select
+from verl_ext.integration.options import OptionError, bypass, option, read, select
 
 ROLLOUTS = ("vllm", "sglang", "embedded")
 """Rollout engines whose ``min_p`` is the rule of the trainer's safe set."""
@@ -164,8 +164,7 @@ def _check_sampler(config: Any, rho: float) -> None:
             "dvp samples with min_p, which speculative decoding leaves out, but "
             "actor_rollout_ref.rollout.mtp.enable_rollout=true. Set it to false."
         )
-    bypass = select(config.algorithm.get("rollout_correction"), "bypass_mode", False)
-    if name in UNNORMALISED and bypass:
+    if name in UNNORMALISED and bypass(config):
         raise OptionError(
             f"rollout.name={name} reports log-probabilities of the full softmax, while dvp.rho={rho:g} trains the "
             "renormalised policy; the pass that would tell them apart is skipped by "
@@ -223,8 +222,7 @@ def _warnings(config: Any) -> list[str]:
             "the recipe dvp leaves the advantage estimator to you, and verl's default, gae, needs a critic. Name one "
             "beside it, for example +recipe=[dvp,grpo]."
         )
-    correction = config.algorithm.get("rollout_correction")
-    if select(correction, "rollout_is") is None and not select(correction, "bypass_mode", False):
+    if select(config.algorithm.get("rollout_correction"), "rollout_is") is None and not bypass(config):
         found.append(
             "dvp without importance weights: algorithm.rollout_correction.rollout_is=null. The pruned policies of "
             "sampler and trainer still differ a little; +recipe=dvp sets rollout_is=token with threshold 2."

@@ -9,6 +9,7 @@ from the resolved one.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ SHARED = ("n", "temperature", "top_p", "top_k", "val_kwargs", "agent", "multi_tu
 
 ENGINES = ("embedded", "vllm", "sglang")
 """Rollout engines whose servers and weight channels follow from a replica's number alone."""
+
+NCCL = ("nccl", "delta_sharded")
+"""verl's transfers of weights by a NCCL group, whose id Ray keeps under the group's name."""
 
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that the servers on it may take together."""
@@ -89,6 +93,10 @@ class Model:
                 own.verl_ext.updates_per_batch = self.updates_per_batch
             if self.pool is not None:
                 own.trainer.n_gpus_per_node, own.trainer.nnodes = self.pool["n_gpus_per_node"], self.pool["nnodes"]
+            transfer = own.actor_rollout_ref.rollout.checkpoint_engine
+            key = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{transfer.backend}.group_name"
+            if transfer.backend in NCCL and key not in self.changes:
+                OmegaConf.update(own, key, f"verl_ext_{self.name}", force_add=True)
         return own
 
 
@@ -300,17 +308,18 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
     ]
     warnings = []
     for model in further:
-        where = f"{KEY}.{model.name}"
+        where, own = f"{KEY}.{model.name}", model.config(config)
         if separate(config):
-            _check_separate(model, model.config(config), where)
-        if decoded and _tokenizer(model.config(config)) != _tokenizer(config):
+            _check_separate(model, own, where)
+        _check_servers(model, own, where)
+        if decoded and _tokenizer(own) != _tokenizer(config):
             key = next(key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes)
             raise OptionError(
                 f"{where}.model.{key} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
                 f"tokenizer there. Use verl_ext.rollouts_dir, which has each row's own, and leave out "
                 f"trainer.{decoded[0]}; or set actor_rollout_ref.model.tokenizer_path, if all models have that one."
             )
-        if not model.trained and model.config(config).actor_rollout_ref.model.lora_adapter_path:
+        if not model.trained and own.actor_rollout_ref.model.lora_adapter_path:
             raise OptionError(
                 f"{where}.trained=false with model.lora_adapter_path: its servers load model.path without an "
                 f"adapter. Merge it into them, and set {where}.model.lora_adapter_path=null."
@@ -333,6 +342,12 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
             f"rollout.gpu_memory_utilization adds up to {share:g} of each GPU, over {GPU_MEMORY:g}. Lower it, in "
             f"actor_rollout_ref or for one model, or give a model a pool of its own."
         )
+    if config.actor_rollout_ref.rollout.prometheus.enable:
+        warnings.append(
+            f"{KEY} with actor_rollout_ref.rollout.prometheus.enable=true: verl writes the addresses of one model's "
+            "servers over those of the one before, so that Prometheus reads the last model alone. Add the others to "
+            "rollout.prometheus.file, or set it to false."
+        )
     if select(config.get("verl_ext"), "updates_per_batch") is None:
         warnings.append(
             f"{KEY}: with verl_ext.updates_per_batch=null a model with few rows gets a mini-batch that is mostly "
@@ -345,6 +360,24 @@ def _tokenizer(config: Any) -> str:
     """Where verl loads the tokenizer of a model from."""
     model = config.actor_rollout_ref.model
     return str(model.get("tokenizer_path") or model.path)
+
+
+def _check_servers(model: Model, own: Any, where: str) -> None:
+    """Refuse GPUs of which verl would leave some, or all, without a server."""
+    rollout, run = own.actor_rollout_ref.rollout, own.trainer
+    shape = [int(rollout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "data", "pipeline_model")]
+    pool = "trainer" if model.pool is None else f"{where}.pool"
+    gpus = {f"{pool}.n_gpus_per_node and nnodes": int(run.n_gpus_per_node) * int(run.nnodes)}
+    if separate(own) and model.trained:
+        gpus[f"{where}.rollout.n_gpus_per_node and nnodes"] = int(rollout.n_gpus_per_node) * int(rollout.nnodes)
+    for key, count in gpus.items():
+        if count % math.prod(shape):
+            raise OptionError(
+                f"{where}: the {count} GPUs of {key} cannot be divided into servers of {math.prod(shape)} "
+                f"(rollout.tensor_model_parallel_size={shape[0]} x data_parallel_size={shape[1]} x "
+                f"pipeline_model_parallel_size={shape[2]}, from actor_rollout_ref unless the model's own). Set "
+                f"{where}.rollout.tensor_model_parallel_size, or give other GPUs."
+            )
 
 
 def _check_separate(model: Model, own: Any, where: str) -> None:

@@ -112,6 +112,20 @@ def require_fsdp(config: Any, does: str, instead: str = "") -> None:
         )
 
 
+def not_extended(what: str, instead: str = "") -> RuntimeError:
+    """The error for a training engine that has not done what a part asked of it, told in words."""
+    return RuntimeError(
+        f"{what}. Its class is not one of verl's FSDP engines, or was registered after they were extended. Use "
+        f"actor_rollout_ref.actor.strategy=fsdp2, and register engines when verl is imported "
+        f"(VERL_USE_EXTERNAL_MODULES){instead}."
+    )
+
+
+def bypass(config: Any) -> bool:
+    """``algorithm.rollout_correction.bypass_mode``: the sampler's log-probabilities are taken for the trainer's."""
+    return bool(select(select(config.algorithm, "rollout_correction"), "bypass_mode", False))
+
+
 def has_critic(config: Any) -> bool:
     """Whether a run has a critic, as verl decides it, without its warning."""
     enabled = select(config.get("critic"), "enable")

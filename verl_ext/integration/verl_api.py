@@ -266,26 +266,23 @@ def features(config: Any) -> list[str]:
 
 
 def agent_loops(config: Any) -> set[str]:
-    """Agent loops of ours that a run may use: its default one, and those that its data name in ``agent_name``.
-
-    All of them where that cannot be told: an agent loop config, or data that are not Parquet files on this machine.
-    """
+    """Those of `loops_named` that are ours; all of ours where that cannot be told."""
     from verl_ext.plugin import AGENT_LOOPS
 
+    named = loops_named(config)
+    return set(AGENT_LOOPS) if named is None else named & set(AGENT_LOOPS)
+
+
+def loops_named(config: Any) -> set[str] | None:
+    """A run's default agent loop, and those that its data name in ``agent_name``. None where that cannot be told: an
+    agent loop config, or data that are not Parquet files on this machine."""
     agent = config.actor_rollout_ref.rollout.get("agent") or {}
-    named = {str(agent.get("default_agent_loop"))}
-    given: list[Any] = []
-    for key in ("train_files", "val_files"):
-        files = config.data.get(key)
-        given += [files] if isinstance(files, str) else list(files or [])
     if agent.get("agent_loop_config_path"):
-        return set(AGENT_LOOPS)
-    for path in given:
-        names = _named_in(str(path))
-        if names is None:
-            return set(AGENT_LOOPS)
-        named |= names
-    return named & set(AGENT_LOOPS)
+        return None
+    found: list[set[str] | None] = [{str(agent.get("default_agent_loop"))}]
+    for files in (config.data.get("train_files"), config.data.get("val_files")):
+        found += [_named_in(str(path)) for path in ([files] if isinstance(files, str) else files or [])]
+    return None if None in found else {name for names in found for name in names or ()}
 
 
 def _named_in(path: str) -> set[str] | None:

@@ -9,10 +9,11 @@ passed over, one whose rows have no token to train on is scored and not updated.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from verl_ext.integration import agent_gradients, columns, model_options, update
 from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.models.members import member
 from verl_ext.integration.models.side import ModelSide, own_parts
+from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts.columns import dicts, fetch
 
 RUNS = (f"actor/{agent_gradients.METRIC}/", f"actor/{update_step.FACTOR}")
@@ -52,6 +54,7 @@ class LeadMixin(ModelSide):
             manager: Any = self.resource_pool_manager  # type: ignore[attr-defined]
             sharing = 2 + sum(model.pool is None for model in further)
             manager.max_colocate_count = max(manager.max_colocate_count, sharing)
+            require_gpus(self.config, manager.resource_pool_spec)
 
     def _setup(self) -> None:
         further = model_options.of(self.config)
@@ -176,6 +179,14 @@ class LeadMixin(ModelSide):
             metrics[f"actor/{update_step.FACTOR}"] = factor  # no engine had a token; LengthLearningRate looks for it
         return _joined(batch, batch.extra_info)
 
+    def updated_rows(self, batch: Any) -> frozenset[str]:
+        """Keys of the rows whose models are updated with this batch; all with one model."""
+        if not self._members:
+            return frozenset(batch.keys)
+        of = {name: [key for key in batch.keys if self._model_of[key] == name] for name in self._trainers()}
+        taking = [n for n, one in self._trainers().items() if self._takes_part(n, one, "_update_actor", of[n])]
+        return frozenset(key for name in taking for key in of[name])
+
     def _takes_part(self, name: str, trainer: Any, method: str, keys: list[str]) -> bool:
         if not keys:
             return False
@@ -231,6 +242,38 @@ class LeadMixin(ModelSide):
     def _report(self, rows: int, metrics: Mapping[str, float]) -> None:
         """Metrics that join those of the step after verl has reduced its own, by words that a model's name may have."""
         self._updates_metrics.append((rows, metrics))  # type: ignore[attr-defined]
+
+
+def require_gpus(config: Any, pools: Mapping[str, Sequence[int]]) -> None:
+    """Refuse more GPUs than the cluster has, before a model is loaded: verl compares a further model's with what is
+    left when those before it are there, and waits for ever for those of rollout servers. One pool is
+    verl's to check. Raises OptionError: names the pools.
+
+    Args:
+        config: of the run.
+        pools: verl's own by their names, GPUs of each node.
+    """
+    import ray
+
+    further = model_options.of(config)
+    more = {f"verl_ext.models.{one.name}.pool": math.prod(one.pool.values()) for one in further if one.pool is not None}
+    if model_options.separate(config):
+        rollouts = {"actor_rollout_ref": config.actor_rollout_ref.rollout}
+        rollouts |= {
+            f"verl_ext.models.{one.name}": one.config(config).actor_rollout_ref.rollout
+            for one in further
+            if one.trained
+        }
+        more |= {f"{who}.rollout": int(one.n_gpus_per_node) * int(one.nnodes) for who, one in rollouts.items()}
+    asked = {"trainer" if name == "global_pool" else name: sum(nodes) for name, nodes in pools.items()} | more
+    has = ray.cluster_resources() if more else {}
+    gpus = has.get("GPU") or has.get("NPU") or 0
+    if more and sum(asked.values()) > gpus:
+        raise OptionError(
+            f"this run asks for {sum(asked.values())} GPUs, and the Ray cluster has {gpus:g}: "
+            f"{', '.join(f'{name} {count}' for name, count in asked.items())}. Set n_gpus_per_node and nnodes there, "
+            "give models the run's pool (leave out their pool), or add nodes."
+        )
 
 
 def _joined(batch: Any, extra_info: Mapping[str, Any]) -> Any:

@@ -15,8 +15,9 @@ import torch
 from verl_ext.integration import columns
 from verl_ext.integration.agent_gradients import AGENT, AGENTS, KEY, metric
 from verl_ext.integration.columns import ActiveBatch, demand
-from verl_ext.integration.options import option, require_fsdp
+from verl_ext.integration.options import not_extended, option, require_fsdp
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.methods import told
 
 
 class AgentGradients(Part):
@@ -33,6 +34,7 @@ class AgentGradients(Part):
     def check(cls, config: Any) -> list[str]:
         if cls.wanted(config):
             require_fsdp(config, f"{KEY}=true separates the agents", f", or {KEY}=false")
+            return told(config, KEY, "agent_id")
         return []
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
@@ -44,8 +46,11 @@ class AgentGradients(Part):
         import transfer_queue as tq
         from tensordict import TensorDict
 
-        padding = [not columns.is_real(tag) for tag in batch.tags]
-        self._names, column = number_agents(self._agent_of, batch.keys, padding)
+        updated = self.trainer.updated_rows(batch)
+        others = [
+            key not in updated or not columns.is_trained(tag) for key, tag in zip(batch.keys, batch.tags, strict=True)
+        ]
+        self._names, column = number_agents(self._agent_of, batch.keys, others)
         fields = TensorDict({AGENT: column}, batch_size=len(batch))
         told = dict(batch.extra_info or {})  # by other parts; what the store returns has none
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
@@ -64,10 +69,11 @@ def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, s
 
 
 def number_agents(
-    agent_of: Mapping[str, str], keys: Sequence[str], padding: Sequence[bool]
+    agent_of: Mapping[str, str], keys: Sequence[str], others: Sequence[bool]
 ) -> tuple[list[str], torch.Tensor]:
-    """The agents of the rows [B] of a batch in alphabetical order, and the column `AGENT`."""
-    of_row = [None if pad else agent_of[key] for key, pad in zip(keys, padding, strict=True)]
+    """The agents of the rows [B] of a batch in alphabetical order, and the column `AGENT`; `others` [B] are the rows
+    that no update is made of."""
+    of_row = [None if other else agent_of[key] for key, other in zip(keys, others, strict=True)]
     names = sorted({name for name in of_row if name is not None})
     place = {name: number for number, name in enumerate(names)}
     return names, torch.tensor([-1 if name is None else place[name] for name in of_row], dtype=torch.int64)
@@ -83,9 +89,5 @@ def named_metrics(metrics: dict[str, Any], names: Sequence[str]) -> dict[str, fl
             if value is not None:
                 out[f"agent/{name}/grad_norm/{statistic}"] = float(value)
     if names and not out:
-        raise RuntimeError(
-            f"{KEY}=true, but the training engine has not separated the agents. Its class is not one of verl's FSDP "
-            "language-model engines, was registered after they were extended, or the run was not started with a "
-            f"recipe of verl_ext. Use a recipe and actor_rollout_ref.actor.strategy=fsdp2, or set {KEY}=false."
-        )
+        raise not_extended(f"{KEY}=true, but the training engine has not separated the agents", f"; or set {KEY}=false")
     return out

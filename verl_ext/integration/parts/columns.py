@@ -14,7 +14,7 @@ from verl_ext.integration import columns, model_options
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, option, select
+from verl_ext.integration.options import OptionError, bypass, option, select
 from verl_ext.integration.parts.base import Part
 
 VERL_OTB = {"optimal_token_baseline", "tir_optimal_token_baseline"}
@@ -107,8 +107,7 @@ def check_sum_pi_squared(config: Any) -> None:
     its engine cannot compute it."""
     who = "verl_ext.logit_update" if logit_update_wanted(config) else "otb"
     model_options.require_engines(config, who, "sum_pi_squared")
-    correction = config.algorithm.get("rollout_correction") or {}
-    if correction.get("bypass_mode", False):
+    if bypass(config):
         raise OptionError(
             f"{who} needs sum_pi_squared, which comes with the old log-probabilities, but "
             "algorithm.rollout_correction.bypass_mode=true skips that pass. Set it to false."

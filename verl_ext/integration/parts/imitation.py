@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from verl_ext.integration import imitation
+from verl_ext.integration import imitation, model_options
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.plugin import AGENT_LOOPS
@@ -77,7 +77,7 @@ class Imitation(Part):
             }
         else:
             kl = policy.actor.use_kl_loss or select(config.algorithm, "use_kl_in_reward", False)
-            apart = select(select(config.trainer, "v1"), "trainer_mode", "sync") == "separate_async"
+            apart = model_options.separate(config)
             refused |= {
                 "the teacher is the frozen reference, which verl makes for a KL term alone. Set "
                 "actor_rollout_ref.actor.use_kl_loss=true (kl_loss_coef=0 leaves the term out of the loss), or "

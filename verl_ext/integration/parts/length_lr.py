@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_trained
-from verl_ext.integration.options import coerce, read, require_fsdp, select
+from verl_ext.integration.options import coerce, not_extended, read, require_fsdp, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.integration.update_step import FACTOR, LEARNING_RATE
@@ -76,10 +76,7 @@ class LengthLearningRate(Part):
 
     def after_update(self, metrics: dict[str, Any]) -> None:
         if f"actor/{FACTOR}" not in metrics:
-            raise RuntimeError(
-                f"{KEY}: the training engine has not multiplied its learning rate. Its class is not one of verl's FSDP "
-                "engines, or was registered after they were extended. Use actor_rollout_ref.actor.strategy=fsdp2."
-            )
+            raise not_extended(f"{KEY}: the training engine has not multiplied its learning rate")
         schedule = self.schedule
         self.metrics |= {
             "length_lr/factor": float(metrics.pop(f"actor/{FACTOR}")),

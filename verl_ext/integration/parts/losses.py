@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_ext.integration.losses import OPTIONS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, bypass, select
 from verl_ext.integration.parts.base import Part
 
 NODE = "algorithm.rollout_correction"
@@ -36,7 +36,7 @@ class Losses(Part):
     def complete(cls, config: Any) -> None:
         node = select(config.algorithm, "rollout_correction")
         loss = config.actor_rollout_ref.actor.policy_loss
-        if select(node, "bypass_mode", False) and loss.loss_mode in BYPASS_READS:
+        if bypass(config) and loss.loss_mode in BYPASS_READS:
             with open_dict(config):
                 loss.loss_mode = "bypass_mode"
                 loss.rollout_correction = {"_target_": TYPE, **OmegaConf.to_container(node, resolve=True)}
@@ -92,7 +92,7 @@ def _check_divergence(config: Any) -> list[str]:
     actor = config.actor_rollout_ref.actor
     updates = select(config.get("verl_ext"), "updates_per_batch")
     once = actor.ppo_mini_batch_size >= config.data.train_batch_size if updates is None else updates == 1
-    if not once or actor.ppo_epochs > 1 or select(select(config.algorithm, "rollout_correction"), "bypass_mode", False):
+    if not once or actor.ppo_epochs > 1 or bypass(config):
         return []
     return [
         "divergence_augmented has no effect with one update a batch: the policy has not moved from the old one yet. "
@@ -104,7 +104,7 @@ def _check_bypass(config: Any) -> None:
     """Refuse settings of bypass mode that the loss in force would not read."""
     node = select(config.algorithm, "rollout_correction")
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if not select(node, "bypass_mode", False) or mode in BYPASS_READS:
+    if not bypass(config) or mode in BYPASS_READS:
         return
     unread = [
         f"{NODE}.{name}={value}"

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import columns, estimators
+from verl_ext.integration import columns, estimators, verl_api
 from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import discount, select
+from verl_ext.integration.options import OptionError, discount, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import VERL_OTB
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
+VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 WEIGHTED = {"otb", *VERL_OTB}
 """Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
 
@@ -37,7 +38,10 @@ class Methods(Part):
         names = component_names(algorithm)
         estimators.check(algorithm, names)
         used = [name for name in names if name in ESTIMATORS]
-        return [*_alone(config, used), *_gamma(config, used)]
+        said = [
+            warning for name in used for field in _of_loops(name, algorithm) for warning in told(config, name, field)
+        ]
+        return [*_alone(config, used), *_gamma(config, used), *said]
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         complete(active, data)
@@ -48,6 +52,37 @@ class Methods(Part):
         self.metrics.update(active.metrics)
         self.metrics.update(trajectory_metrics(active.columns))
         self.metrics.update(learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"]))
+
+
+def _of_loops(name: str, algorithm: Any) -> list[str]:
+    """The row fields, of those that only an agent loop can say, that an estimator cannot do without."""
+    estimator = ESTIMATORS[name]
+    fields = set(estimator.group_by(algorithm))
+    if name in ("hgpo", "gigpo"):
+        fields.add("anchor_obs")
+    if name == "dr_mas" and not fields and estimator.settings(algorithm)["level"] == "agent":
+        fields.add("agent_id")
+    return sorted(fields & {"agent_id", "anchor_obs"})
+
+
+def told(config: Any, who: str, field: str) -> list[str]:
+    """Warnings about a row field that verl's own agent loops say nothing of, as far as the data name no other loop.
+    Raises OptionError: no row can have it, since nothing but verl's loop of a single turn plays."""
+    agent = select(select(config.actor_rollout_ref, "rollout"), "agent")
+    loop = str(select(agent, "default_agent_loop"))
+    if loop not in VERLS_LOOPS or select(agent, "agent_loop_config_path") or select(agent, "agent_loop_manager_class"):
+        return []
+    named = verl_api.loops_named(config)
+    if named is not None and not named <= set(VERLS_LOOPS):
+        return []
+    ours = "verl_ext_step_wise" if field == "anchor_obs" else "verl_ext_orchestra or verl_ext_gateway"
+    message = (
+        f"{who} needs the row field {field!r}, of which actor_rollout_ref.rollout.agent.default_agent_loop={loop} says "
+        f"nothing. Set it to {ours}, or to a loop of your own that puts it in AgentLoopOutput.extra_fields"
+    )
+    if named == {"single_turn_agent"}:
+        raise OptionError(f"{message}; or name such loops in the data's column `agent_name`.")
+    return [f"{message}, unless the data's column `agent_name` or your tools see to it."]
 
 
 def _alone(config: Any, names: list[str]) -> list[str]:

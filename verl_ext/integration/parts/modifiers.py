@@ -16,7 +16,7 @@ import torch
 
 from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch
-from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, select
+from verl_ext.integration.options import OptionError, bypass, coerce, dataclass_of, read, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.methods.empg import empg
@@ -41,7 +41,7 @@ class Modifiers(Part):
             return []
         options(config)
         model_options.require_engines(config, "empg", "the entropy")
-        if select(select(config.algorithm, "rollout_correction"), "bypass_mode", False):
+        if bypass(config):
             raise OptionError(
                 "empg needs the entropy of the old policy, which comes with the old log-probabilities, but "
                 "algorithm.rollout_correction.bypass_mode=true skips that pass. Set it to false."

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from verl_ext.integration.parts.base import Part
 
@@ -61,11 +60,7 @@ def lost_after() -> str:
 
 
 class Nodes(Part):
-    """Looks at the nodes that hold actors of this run while it trains."""
-
-    @classmethod
-    def wanted(cls, config: Any) -> bool:
-        return int(config.trainer.nnodes) > 1 or int(config.actor_rollout_ref.rollout.get("nnodes") or 0) > 0
+    """Looks at the nodes that hold actors of this run while it trains; with one node there is nothing to look at."""
 
     @contextmanager
     def around_fit(self) -> Iterator[None]:
@@ -76,6 +71,9 @@ class Nodes(Part):
         one that does not (verl's store asks three times for 200 s), and the trainer for it, in `ray.get`: there nothing
         comes through but what Ctrl-C sends.
         """
+        if not patience():
+            yield
+            return
         found, stop = [""], threading.Event()
 
         def watch() -> None:

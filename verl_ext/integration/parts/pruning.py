@@ -27,9 +27,11 @@ from verl_ext.integration.dvp import (
     options,
     set_metrics,
 )
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, bypass, not_extended
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.wraps import STRICT
+
+NOT_PRUNED = "dvp: the training engine has not pruned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +134,7 @@ class Pruning(Part):
             RuntimeError: the engine has not pruned.
         """
         self.outside = None
-        bypass = select(self.config.algorithm.get("rollout_correction"), "bypass_mode", False)
-        if bypass or (self.rho is None and not self.mismatch):
+        if bypass(self.config) or (self.rho is None and not self.mismatch):
             return batch
         import transfer_queue as tq
         from tensordict import TensorDict
@@ -143,7 +144,7 @@ class Pruning(Part):
         wanted = ["response_mask", "old_log_probs", "rollout_log_probs", *of_set]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
         if any(name not in data for name in of_set):
-            raise RuntimeError(_not_pruned(f"it returned no {engine.IN_SET} with the old log-probabilities"))
+            raise not_extended(f"{NOT_PRUNED}: it returned no {engine.IN_SET} with the old log-probabilities")
         mask = data["response_mask"]
         columns = {
             **{name: data[name] for name in ("response_mask", "old_log_probs", "rollout_log_probs") if name in data},
@@ -216,7 +217,7 @@ class PrunedUpdates(Part):
 
     def after_update(self, metrics: dict[str, Any]) -> None:
         if engine.OUT_OF_SET_METRIC not in metrics:
-            raise RuntimeError(_not_pruned(f"the update reported no {engine.OUT_OF_SET_METRIC}"))
+            raise not_extended(f"{NOT_PRUNED}: the update reported no {engine.OUT_OF_SET_METRIC}")
 
 
 def check_guarded(noted: Mapping[str, Mapping[str, Any]], rho: float) -> None:
@@ -238,11 +239,3 @@ def hide_outside(data: Any, trained: torch.Tensor | None) -> None:
     data.batch["response_mask"] = torch.where(inside, mask, torch.zeros_like(mask))  # what was rejected stays so
     for name in ("advantages", "returns"):
         data.batch[name] = torch.where(inside, data.batch[name], 0.0)
-
-
-def _not_pruned(what: str) -> str:
-    return (
-        f"dvp: the training engine has not pruned: {what}. Its class is not one of verl's FSDP language-model engines, "
-        "or was registered after they were extended: register engines when verl is imported "
-        "(VERL_USE_EXTERNAL_MODULES)."
-    )

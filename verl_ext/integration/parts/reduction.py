@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-COUNTS = ("count", "rows", "trajectories", "missing_trajectories", "failed_trajectories", "padding_rows")
+COUNTS = (
+    "count",
+    "rows",
+    "tokens",
+    "trajectories",
+    "missing_trajectories",
+    "failed_trajectories",
+    "padding_rows",
+    "rows_of_other_agents",
+)
 """Last parts of names that count something of a batch, which a step has as many of as its batches together."""
 
-USERS_NAMES = {"rollout/failures/": "sum", "sandbox/": "sum", "trajectory/": "mean"}
-"""Beginnings of names that end in a name that an agent loop chose, and how they are reduced."""
+BEGINNINGS = {"rollout/failures/": "sum", "sandbox/": "sum", "trajectory/": "mean", "timing_s/": "sum"}
+"""Beginnings of names that end in a name that an agent loop chose, and of times; and how they are reduced."""
 
 OURS = ("trajectory/turns/", "trajectory/reward/")
 """Names of ours among those."""
@@ -22,7 +31,7 @@ OURS = ("trajectory/turns/", "trajectory/reward/")
 
 def rule(name: str) -> str:
     """How the values of a metric are reduced over the updates of a step: ``max``, ``min``, ``sum`` or ``mean``."""
-    for beginning, how in USERS_NAMES.items():
+    for beginning, how in BEGINNINGS.items():
         if name.startswith(beginning) and not name.startswith(OURS):
             return how
     last = name.rsplit("/", 1)[-1]

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from verl_ext.integration import model_options, token_kl
-from verl_ext.integration.columns import ActiveBatch, demand
-from verl_ext.integration.options import OptionError, coerce, dataclass_of, read, require_fsdp, select
+from verl_ext.integration.columns import ActiveBatch, demand, of_agents, own_rewards
+from verl_ext.integration.options import OptionError, coerce, dataclass_of, not_extended, read, require_fsdp, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.integration.update_step import NORMALISE, SKIPPED
@@ -178,16 +178,14 @@ class RejectionRules(Part):
             return []
         normalise(config)
         found = {name: options(config, name) for name in names}
-        correction = select(config.algorithm, "rollout_correction")
-        policy = config.actor_rollout_ref
-        if select(correction, "bypass_mode", False):
+        if select(select(config.algorithm, "rollout_correction"), "bypass_mode", False):
             raise OptionError(
                 f"{KEY} switches on {', '.join(names)}, but algorithm.rollout_correction.bypass_mode=true takes the "
                 "sampler's log-probabilities for the trainer's, so that there is nothing to compare, and its loss "
                 "refuses a micro-batch without tokens. Set bypass_mode=false."
             )
         compare = [name for name in names if "rollout_log_probs" in positional(RULES[name])]
-        if compare and not policy.rollout.calculate_log_probs:
+        if compare and not config.actor_rollout_ref.rollout.calculate_log_probs:
             raise OptionError(
                 f"{', '.join(compare)} compare trainer and sampler, but actor_rollout_ref.rollout.calculate_log_probs"
                 "=false brings back no log-probabilities of the sampler. Set it to true."
@@ -260,8 +258,11 @@ class RejectionRules(Part):
         rule, rows = RULES[name], self._rows
         tokens = [data.batch[column][rows] for column in positional(rule)]
         fields = {}
-        for column, parameter in parameters(rule).row_fields.items():
+        row_fields = parameters(rule).row_fields
+        for column, parameter in row_fields.items():
             value = self._column(column, data, active)
+            if column in ("index", "traj_uid") and "rewards" in row_fields:
+                value = of_agents(value, active.columns)
             if value is not None:
                 fields[column] = value[rows.numpy()]
             elif parameter.default is inspect.Parameter.empty:
@@ -272,7 +273,7 @@ class RejectionRules(Part):
         if name == "index":
             return data.non_tensor_batch["uid"]
         if name == "rewards":
-            return data.batch["token_level_scores"].double().sum(-1).numpy()
+            return own_rewards(data.batch["token_level_scores"].double().sum(-1).numpy(), active.columns)
         if name == "token_kl":
             return self._divergence() if self._token_kl else None
         if name == "draw":
@@ -296,10 +297,7 @@ class RejectionRules(Part):
 
         found = fetch(self._batch, [token_kl.COLUMN, "response_mask"])
         if token_kl.COLUMN not in found:
-            raise RuntimeError(
-                f"{token_kl.KEY}: the training engine has compared no distributions. Its class is not one of verl's "
-                "FSDP engines, or was registered after they were extended."
-            )
+            raise not_extended(f"{token_kl.KEY}: the training engine has compared no distributions")
         return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
 
     def _turn_texts(self) -> np.ndarray:
@@ -332,10 +330,7 @@ class SkippedUpdates(Part):
 
     def after_update(self, metrics: dict[str, Any]) -> None:
         if f"actor/{SKIPPED}" not in metrics:
-            raise RuntimeError(
-                f"{KEY}: the training engine has not said whether it skipped an update. Its class is not one of verl's "
-                "FSDP engines, or was registered after they were extended. Use actor_rollout_ref.actor.strategy=fsdp2."
-            )
+            raise not_extended(f"{KEY}: the training engine has not said whether it skipped an update")
         self.metrics["rejection/skipped_updates/count"] = float(round(metrics.pop(f"actor/{SKIPPED}") * self._updates))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.integration.columns import ActiveBatch, BatchError
+from verl_ext.integration.columns import ActiveBatch, BatchError, split_key, truth
 from verl_ext.integration.parts.base import Part
 
 JUDGED = ("score", "acc", "em", "f1")
@@ -20,7 +20,13 @@ class Rollouts(Part):
     """Reports what the loops say of a batch, and refuses one of which nothing can be trained on."""
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        self.metrics.update(rollout_metrics(active.columns, batch.tags, active.extra_fields))
+        rows = list(zip(batch.keys, active.extra_fields, strict=True))
+        said = {
+            "traj_uid": active.columns["traj_uid"],
+            "turn_index": [split_key(key)[2] for key, _ in rows],  # calls made side by side share a turn
+            "valid_row": [truth(row, "valid_row", key) for key, row in rows],  # also of what other parts took out
+        }
+        self.metrics.update(rollout_metrics(said, batch.tags, active.extra_fields))
         require_a_row(active.columns, self.metrics)
         return batch
 
@@ -31,7 +37,7 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
     Each trajectory counts once, by its last row, whatever the number of its rows and whether it is trained on.
 
     Args:
-        columns: ``traj_uid`` [B] object, ``turn_index`` [B] int64 and ``valid_row`` [B] bool.
+        columns: ``traj_uid``, ``turn_index`` (the largest is the last row) and ``valid_row``, all [B].
         tags: verl's tags of the rows; rows that verl made to fill a mini-batch (``is_padding``) are left out.
         extra_fields: the agent loop's dict of every row, of which ``reward_extra_info`` (numbers by name), ``failure``
             and ``stop_reason`` (str) are read where they are present.

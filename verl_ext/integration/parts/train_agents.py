@@ -13,16 +13,19 @@ agents that have a reward each (``agent_reward``), none gets another's.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, own_trajectories
-from verl_ext.integration.options import OptionError, coerce, discount, select
+from verl_ext.integration.options import OptionError, coerce, discount, near, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import dicts, fetch, take_out
 from verl_ext.methods.groups import value_ids
 from verl_ext.methods.returns import chronology, turn_returns
+
+logger = logging.getLogger(__name__)
 
 
 def train_agents(config: Any) -> tuple[str, ...]:
@@ -42,6 +45,7 @@ class TrainAgents(Part):
     def __init__(self, config: Any, trainer: Any = None) -> None:
         super().__init__(config, trainer)
         self.names = train_agents(config)
+        self._warned: set[str] = set()
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
@@ -49,7 +53,19 @@ class TrainAgents(Part):
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
-        train_agents(config)
+        names = train_agents(config)
+        if names and select(select(config.get("verl_ext"), "orchestra"), "name"):
+            from verl_ext.rollout.orchestra import registry, settings
+
+            team = settings.read(config)
+            known = [agent.name for agent in registry.find(str(team.name), team.modules).agents]
+            for name in names:
+                if name not in known:
+                    raise OptionError(
+                        f"verl_ext.train_agents names {name!r}; the orchestra {team.name} has no such agent."
+                        f"{near(name, known)} It has: {', '.join(known)}. Where the rows' column `orchestra` names "
+                        "other teams, set verl_ext.orchestra.name=null."
+                    )
         return []
 
     def on_sample(self, batch: Any) -> Any:
@@ -59,6 +75,15 @@ class TrainAgents(Part):
             known = sorted({str(name) for name in names})
             raise BatchError(
                 f"verl_ext.train_agents names {', '.join(self.names)}; the rows are of {', '.join(known)}."
+            )
+        unseen = [name for name in self.names if name not in names and name not in self._warned]
+        if unseen:
+            self._warned |= set(unseen)
+            known = sorted({str(name) for name in names})
+            logger.warning(
+                "verl_ext.train_agents names %s, of whom this batch has no row; its rows are of %s",
+                ", ".join(unseen),
+                ", ".join(known),
             )
         out = [key for key, name in zip(batch.keys, names, strict=True) if name not in self.names]
         return take_out(batch, out) if out else batch

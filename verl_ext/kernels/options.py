@@ -158,9 +158,7 @@ def check_kernels(config: Any) -> None:
         there, workers = int(ray.cluster_resources().get("GPU", 0)), options.workers or 1
         if there < trainer + workers:
             said = f"{workers} judges of the back end triton hold a GPU each, beside {trainer} of the trainer"
-            raise OptionError(
-                f"{KEY}.workers: {said}: the Ray cluster has {there} in all. Add some, or use fewer."
-            )
+            raise OptionError(f"{KEY}.workers: {said}: the Ray cluster has {there} in all. Add some, or use fewer.")
     if lacks := missing(options.language):
         raise OptionError(f"{KEY}.language: {lacks}")
 

@@ -122,7 +122,7 @@ def test_stops_when_right(tokenizer: Any, texts: list[str], rewards: list[float]
         "turns": float(len(texts)),
         "valid_share": 1.0,
         "overlong": 0.0,
-        **{f"judge_{reason}": 0.0 for reason in ("timeout", "memory", "crashed", "output", "error")},
+        **{f"judge_{reason}": 0.0 for reason in ("timeout", "memory", "crashed", "output", "error", "input")},
         **{f"sandbox_{cost}": 0.0 for cost in ("calls", "seconds")},  # this verifier only compares
         "control_tokens_split": 0.0,
     }

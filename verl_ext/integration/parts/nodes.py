@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ class Nodes(Part):
         What misses the node first may be anything: an actor "temporarily unavailable", too many lost rollouts, a
         closed connection. So every error waits until Ray must know. And a process that lives may wait for minutes for
         one that does not (verl's store asks three times for 200 s), and the trainer for it, in `ray.get`: there nothing
-        comes through but what Ctrl-C sends.
+        comes through but what Ctrl-C sends, which a run in the background of a script ignores unless it is told.
         """
         if not patience():
             yield
@@ -90,6 +91,9 @@ class Nodes(Part):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("verl trains in a thread of its own, which cannot be told that a node has died")
         lost()  # an API of Ray that has changed fails here, not in the thread
+        before = signal.getsignal(signal.SIGINT)
+        if not callable(before):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=watch, name="verl_ext nodes", daemon=True).start()
         try:
             try:
@@ -106,3 +110,5 @@ class Nodes(Part):
             raise NodeLost(found[0]) from raised.__context__
         finally:
             stop.set()
+            if not callable(before):
+                signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

@@ -29,9 +29,8 @@ def without() -> Iterator[Callable[[str], Judge]]:
             for old in made.values():
                 old.close()
             made.clear()
-            made[defence] = WITHOUT[defence](
-                dataclasses.replace(QUICK, run_s=8.0)
-            )  # some work far more than they are paid for
+            # Some tricks compute for seconds what they are not charged for.
+            made[defence] = WITHOUT[defence](dataclasses.replace(QUICK, run_s=8.0))
         return made[defence]
 
     yield make

@@ -246,8 +246,8 @@ class LeadMixin(ModelSide):
 
 def require_gpus(config: Any, pools: Mapping[str, Sequence[int]]) -> None:
     """Refuse more GPUs than the cluster has, before a model is loaded: verl compares a further model's with what is
-    left when those before it are there, and waits for ever for those of rollout servers. One pool is
-    verl's to check. Raises OptionError: names the pools.
+    left when those before it are there, and waits for ever for those of rollout servers. One pool alone is verl's to
+    check. Raises OptionError: names the pools.
 
     Args:
         config: of the run.

@@ -14,17 +14,20 @@ PATH, EVERY_S = "/live", 20
 """Where a page is served that follows what it shows, and seconds after which it loads itself again."""
 
 
-def page(package: str, *, title: str, data: Any, **fields: str) -> str:
+def page(package: str, *, title: str, data: Any, charts: bool = False, **fields: str) -> str:
     """A page that asks the network for nothing, of the files ``page.css``, ``page.html`` and ``page.js`` in the
     folder ``assets`` of a package.
 
     Args:
+        charts: whether its script uses uPlot, which is then on the page as well.
         package: whose look and script it has; the one style and the one script that the page may use.
         title: text, escaped here; ``{title}`` in ``page.html``.
         data: becomes JSON in the element with the id ``data``.
         fields: HTML for further ``{names}`` in ``page.html``.
     """
     style, body, script = (_asset(package, f"page.{kind}") for kind in ("css", "html", "js"))
+    if charts:
+        style, script = _asset("verl_ext", "uPlot.min.css") + style, _asset("verl_ext", "uPlot.iife.min.js") + script
     # Not by a header: what was chosen on the page is in the address after the #, which that would drop.
     script += f"if (location.pathname === '{PATH}') setTimeout(() => location.reload(), {EVERY_S * 1000});\n"
     title = html.escape(title)

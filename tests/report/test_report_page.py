@@ -90,15 +90,49 @@ def settle(page: headless.Page) -> None:
 
 
 def panel(page: headless.Page, title: str, script: str) -> Any:
-    """A value of an expression of `node`, the panel with this title."""
+    """A value of an expression of `node`, the panel with this title, and of `chart`, uPlot's in it."""
     return page.run(
-        "(() => { const node = [...document.querySelectorAll('.panel')].find("
-        f"node => node.querySelector('strong').textContent === {json.dumps(title)}); return {script}; }})()"
+        f"(() => {{ const {{ figure: node, chart }} = panels.find(panel => panel.title === {json.dumps(title)});"
+        f" return {script}; }})()"
     )
 
 
-def colours(page: headless.Page, title: str, what: str = "path.line") -> list[str]:
-    return panel(page, title, f"[...node.querySelectorAll('{what}')].map(path => path.getAttribute('stroke'))")
+LINE, RAW = 1.8, 1.0
+DOTS = "chart.series.flatMap((one, k) => one.class === 'named' ? one.points.filter(chart) : []).length"
+
+
+def colours(page: headless.Page, title: str, width: float = LINE) -> list[str]:
+    """Of the lines of this width."""
+    lines = f"chart.series.filter(one => one.width === {width} && one.class === 'unnamed')"
+    return [colour[:7] for colour in panel(page, title, f"{lines}.map(one => one.stroke())")]
+
+
+def box(page: headless.Page, title: str) -> dict[str, float]:
+    """Where the lines of a chart are drawn."""
+    return panel(page, title, "JSON.parse(JSON.stringify(chart.over.getBoundingClientRect()))")
+
+
+def move(page: headless.Page, x: float, y: float, kind: str = "mouseMoved", **more: Any) -> None:
+    page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+    settle(page)
+
+
+def crosses(page: headless.Page, title: str, colour: str) -> int:
+    """Pixels of this colour at the top of a chart, where values that are not finite are marked."""
+    return panel(
+        page,
+        title,
+        "(() => { const { left, top, width } = chart.bbox, drawn = chart.ctx.getImageData(left, top, width, 6).data;"
+        f" const wanted = [1, 3, 5].map(at => parseInt('{colour}'.slice(at, at + 2), 16)); let count = 0;"
+        " for (let k = 0; k < drawn.length; k += 4) count += wanted.every((one, j) => drawn[k + j] === one);"
+        " return count; })()",
+    )
+
+
+def under_the_cursor(page: headless.Page) -> list[str]:
+    """What is said of the lines of the chart that is pointed at."""
+    rows = "[...document.querySelectorAll('.u-legend tr:not(.unnamed)')].filter(row => row.offsetParent)"
+    return page.run(f"{rows}.map(row => [...row.cells].map(cell => cell.textContent).join(': '))")
 
 
 def note(page: headless.Page, title: str) -> str:
@@ -127,22 +161,23 @@ def test_panels_show_groups_and_say_what_is_missing(opened: headless.Page) -> No
     dashes = panel(
         opened,
         "Training reward",
-        "[...node.querySelectorAll('path.line')].map(path => [path.getAttribute('stroke'),"
-        " path.getAttribute('stroke-dasharray'), path.getAttribute('d').split('L').length])",
+        "chart.series.map((one, k) => [one.width, one.stroke?.(), one.dash, chart.data[k].map(v => v ?? null)])"
+        f".filter(one => one[0] === {LINE})"
+        ".map(([width, colour, dash, values]) => [colour, dash, values.flatMap((v, k) => v === null ? [] : [k])])",
     )
+    to_12, to_20 = list(range(12)), list(range(11, 20))
     assert dashes == [
-        [blue, "", 12],
-        [blue, "1.5 2.5", 9],
-        [orange, "", 12],
-        [orange, "1.5 2.5", 9],
-        [green, "", 3],
-        [green, "", 5],
+        [blue, [], to_12],
+        [blue, [1.5, 2.5], to_20],
+        [orange, [], to_12],
+        [orange, [1.5, 2.5], to_20],
+        [green, [], [0, 1, 2, 5, 6, 7, 8, 9]],
     ]
-    assert colours(opened, "Training reward", "path.bad") == [green, green]
+    assert crosses(opened, "Training reward", green) > 10 and crosses(opened, "Training reward", blue) == 0
     assert note(opened, "Training reward") == "2 not finite (\u00d7)"
     # Validation is drawn as points: at 0, 5, 10, 15, 20 for the groups, and at 0, 5, 10 for the single run.
-    assert panel(opened, "Validation: task, reward mean@1", "node.querySelectorAll('circle').length") == 13
-    assert panel(opened, "Gradient norm", "node.querySelectorAll('path.band').length") == 2
+    assert panel(opened, "Validation: task, reward mean@1", DOTS) == 13
+    assert panel(opened, "Gradient norm", "chart.bands.length") == 2
     assert opened.complaints() == []
 
 
@@ -173,29 +208,53 @@ def test_the_page_computes_what_the_pictures_show(opened: headless.Page, runs: P
 
 
 def test_hovering_shows_the_values_at_a_step(opened: headless.Page) -> None:
-    place = panel(
-        opened,
-        "Training reward",
-        "(() => { const box = node.querySelector('svg').getBoundingClientRect();"
-        " return { x: box.x + LEFT + (box.width - LEFT - RIGHT) * 11 / 20 + 2, y: box.y + 90 }; })()",
-    )
-    opened.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
-    opened.until("document.querySelector('.tip:not([hidden])')")
-    text = opened.texts(".tip:not([hidden])")[0].split("\n")
-    # Step 11: 1.1, and 0.3 from seed to seed; the single run has ended at step 10, near enough to be shown.
-    assert text == [
-        "step 11",
+    place = box(opened, "Training reward")
+    move(opened, x=place["x"] + place["width"] * 11 / 20 + 2, y=place["y"] + 90)
+    # Step 11: 1.1, and 0.3 from seed to seed; the single run has ended at step 10, not near enough to be said.
+    assert under_the_cursor(opened) == [
+        "step: 11",
         "<b>beta: 2.4 \u00b1 0.3 (3 seeds)",
         "alpha: 1.4 \u00b1 0.3 (3 seeds)",
+        "single: ",
     ]
+    others = opened.run("panels.map(panel => panel.chart.cursor.left > 0)")
+    assert others == [True] * 4  # the same place in all charts
+    place = box(opened, "Validation: task, reward mean@1")
+    move(opened, x=place["x"] + place["width"] * 10 / 20 + 4, y=place["y"] + 90)
+    assert under_the_cursor(opened)[-1] == "single: 1"
     opened.choose("#x", "tokens")
     settle(opened)
-    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=place["x"] - 3, y=place["y"])
-    opened.until("document.querySelector('.tip:not([hidden])')")
-    assert " tokens, step " in opened.texts(".tip:not([hidden]) strong")[0]
+    place = box(opened, "Training reward")
+    move(opened, x=place["x"] + place["width"] * 11 / 20 - 3, y=place["y"] + 90)
+    assert " tokens, step " in under_the_cursor(opened)[0]
     assert note(opened, "Gradient norm") == "no tokens logged by single"
-    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
-    opened.until("!document.querySelector('.tip:not([hidden])')")
+    move(opened, x=5, y=5)
+    assert under_the_cursor(opened) == []
+    assert opened.complaints() == []
+
+
+def test_what_is_dragged_over_is_enlarged_in_all_charts(opened: headless.Page) -> None:
+    ranges = "panels.map(panel => [panel.chart.scales.x.min, panel.chart.scales.x.max])"
+    assert opened.run(ranges) == [[0, STEPS]] * 4
+    place = box(opened, "Gradient norm")
+    left, right, middle = (place["x"] + place["width"] * share for share in (0.25, 0.5, 0.4))
+    for kind, x in (("mouseMoved", left), ("mousePressed", left), ("mouseMoved", right), ("mouseReleased", right)):
+        move(opened, x, place["y"] + 60, kind, button="left", buttons=int(kind != "mouseReleased"), clickCount=1)
+    for low, high in opened.run(ranges):
+        assert (low, high) == (pytest.approx(5, abs=0.2), pytest.approx(10, abs=0.2))
+    # What is drawn later is enlarged like the others.
+    opened.choose("#band", "none")
+    settle(opened)
+    assert opened.run(ranges)[0] == [pytest.approx(5, abs=0.2), pytest.approx(10, abs=0.2)]
+    opened.choose("#x", "tokens")
+    settle(opened)
+    assert opened.run(ranges)[0][0] == 0
+    opened.choose("#x", "step")
+    settle(opened)
+    for count in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            move(opened, middle, place["y"] + 60, kind, button="left", clickCount=count)
+    assert opened.run(ranges) == [[0, STEPS]] * 4
     assert opened.complaints() == []
 
 
@@ -209,22 +268,21 @@ def test_legend_smoothing_bands_and_log_are_kept_in_the_address(
     assert opened.run("[...document.querySelectorAll('#runs input')].filter(box => !box.checked).length") == 3
     slide(opened, 70)
     window = int(opened.texts("#window")[0].split()[0])
-    assert window == round(10 ** (70 / 100)) and colours(opened, "Training reward", "path.raw") != []
+    assert window == round(10 ** (70 / 100)) and orange in colours(opened, "Training reward", RAW)
     opened.choose("#band", "runs")
     settle(opened)
     assert colours(opened, "Training reward").count(orange) == 3
-    assert panel(opened, "Training reward", "node.querySelectorAll('path.band').length") == 0
+    assert panel(opened, "Training reward", "chart.bands.length") == 0
     opened.choose("#band", "range")
     panel(opened, "Gradient norm", "node.querySelector('button.log').click()")
     settle(opened)
-    ticks = panel(opened, "Gradient norm", "[...node.querySelectorAll('text.y')].map(text => Number(text.textContent))")
+    ticks = panel(opened, "Gradient norm", "chart.axes[1]._values.filter(text => text !== null).map(Number)")
     assert len(ticks) >= 3 and all(b / a >= 1.9 for a, b in zip(ticks, ticks[1:], strict=False))
     panel(opened, "Entropy", "node.querySelector('button.log').click()")
     slide(opened, 0)
     # Those of alpha from step 10 to 20, and of the single run at step 10.
     assert "12 values are not above 0" in note(opened, "Entropy")
-    paths = panel(opened, "Entropy", "[...node.querySelectorAll('path')].map(path => path.getAttribute('d')).join()")
-    assert "NaN" not in paths and "Infinity" not in paths
+    assert panel(opened, "Entropy", "chart.data.flat().every(value => value == null || Number.isFinite(value))")
     address = opened.run("location.href")
     # By name: a number would be another run's once there are more of them.
     off = "new URLSearchParams(location.hash.slice(1)).getAll('off')"
@@ -232,7 +290,7 @@ def test_legend_smoothing_bands_and_log_are_kept_in_the_address(
     again = browser.open(address, width=1300, height=2400)
     settle(again)
     for title in ("Training reward", "Gradient norm", "Entropy"):
-        same = "node.querySelector('.plot').innerHTML + node.querySelector('.note').textContent"
+        same = "chart.ctx.canvas.toDataURL() + node.querySelector('.note').textContent"
         assert panel(again, title, same) == panel(opened, title, same)
     assert again.run("[state.band, state.smooth, [...state.off], [...state.flip]]") == [
         "range",
@@ -320,13 +378,12 @@ def test_sections_unfold_and_what_is_below_is_drawn_on_the_way(browser: headless
     page.click("h2 button", 0)
     settle(page)
     assert len(page.texts(".panel")) == 35
-    last = "node.querySelectorAll('path.line').length"
-    assert panel(page, "mix/trloo/share", last) == 0  # far below
+    assert panel(page, "mix/trloo/share", "chart === undefined")  # far below
     page.run("window.scrollTo(0, document.body.scrollHeight)")
     page.until("window.scrollY > 1000")
     settle(page)
     settle(page)
-    assert panel(page, "mix/trloo/share", last) == 1
+    assert len(colours(page, "mix/trloo/share")) == 1
     # Nothing is wider than a small window, and the damaged log is told of.
     assert page.run("document.documentElement.scrollWidth <= 500")
     assert (
@@ -357,7 +414,7 @@ def test_many_long_runs_make_a_page_of_bounded_size(browser: headless.Browser, t
     settle(page)
     # The spike of one step is inside the band.
     assert page.run("Math.max(...lines(data.metrics.indexOf('critic/score/mean'), 1)[0].points.map(p => p.high))") == 50
-    assert panel(page, "Training reward", "node.querySelectorAll('circle').length") == 0
+    assert panel(page, "Training reward", DOTS) == 0
     assert "thinned out to the mean of" in page.texts("#about")[0]
     page.screenshot(tmp_path / "page.png")
     shot = matplotlib.image.imread(tmp_path / "page.png")[..., :3]

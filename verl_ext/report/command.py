@@ -87,7 +87,7 @@ def _made(args: argparse.Namespace) -> tuple[str, list[Any], Any, list[str]]:
     names = compare.group_names(runs)
     title = args.title or "Runs: " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     data = page_data(runs, sections, title=title, smooth=args.smooth, left_out=left_out)
-    return page("verl_ext.report", title=title, data=data), runs, sections, left_out
+    return page("verl_ext.report", title=title, data=data, charts=True), runs, sections, left_out
 
 
 def _page(text: str) -> Path:

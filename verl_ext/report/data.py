@@ -2,7 +2,7 @@
 """The numbers of a page: every metric of every run, thinned out where there are too many, as plain JSON values.
 
 The page is one HTML file that a browser opens from disk (:mod:`verl_ext.html_page`). Names come from the data and are
-put on it as text nodes, never as markup; the charts are drawn by its script (``assets/page.js``) as SVG.
+put on it as text nodes, never as markup; its script (``assets/page.js``) draws the charts with uPlot.
 
 A metric that has more values in some run than there is room for is put into buckets of equally many steps, the same
 for all runs; each bucket keeps the mean, the smallest and the largest of its finite values, so that a spike stays

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts in SVG, drawn from the numbers in the page; see verl_ext/html_page.py and report/data.py.
+// The page's panels; their charts are uPlot's. See verl_ext/html_page.py and report/data.py.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
-const HEIGHT = 220, LEFT = 52, RIGHT = 18, TOP = 8, BOTTOM = 34, EDGE = 4;
+const HEIGHT = 220, FONT = "11px system-ui, sans-serif";
 const given = data.sections.find(section => section.title === "Chosen");
 const sections = data.sections.filter(section => section !== given);
 const span = Math.max(1, ...data.runs.map(run => run.last)) - Math.min(...data.runs.map(run => run.first)) + 1;
 const widest = Math.max(2, Math.floor(span / 2));
 const state = {};
-let panels = [], waiting = false;
+let panels = [], waiting = false, zoom = null;
 const read = new Map();
 
 function make(tag, className, text) {
@@ -126,21 +126,6 @@ function edges(line, point) {
 
 // ---- charts ------------------------------------------------------------------------------------------------------
 
-function ticks(low, high, about) {
-  const rough = (high - low) / about, size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * [1, 2, 5, 10].find(one => one * size >= rough), from = Math.ceil(low / step - 1e-9);
-  return Array.from({ length: Math.floor(high / step + 1e-9) - from + 1 },
-    (_, k) => Number(((from + k) * step).toPrecision(12)));
-}
-function logTicks(low, high) {
-  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
-  const every = Math.max(1, Math.ceil((last - first) / 6)), out = [];
-  for (let k = first; k <= last; k++)
-    for (const one of last - first <= 2 ? [1, 2, 5] : [1])
-      if ((k - first) % every === 0) out.push(Number((one * 10 ** k).toPrecision(12)));
-  const inside = out.filter(value => value >= low && value <= high);
-  return inside.length > 1 ? inside : ticks(low, high, 4).filter(value => value > 0);
-}
 // The same for all panels: from the first to the last x of the runs, or to the mean of a group's last ones.
 function domain(all) {
   let low = Infinity, high = -Infinity;
@@ -156,99 +141,97 @@ function domain(all) {
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
 function isLog(metric) { return state.log !== state.flip.has(data.metrics[metric]); }
+// What stands beside a line's name under the cursor.
+function said(line, point, step) {
+  return number(point.v, 5) + (point.seeds > 1 ? " \u00b1 " + number(point.std, 2) : "")
+    + (line.most > 1 ? " (" + point.seeds + (point.seeds === 1 ? " seed)" : " seeds)") : "")
+    + (line.most === 1 && point.low < point.high ? " (" + number(point.low) + " to " + number(point.high) + ")" : "")
+    + (point.step === step ? "" : " at step " + number(point.step, 7));
+}
 function paint(panel) {
   panel.dirty = false;
+  if (panel.chart) panel.chart.destroy();
   const { metric, plot, note } = panel, log = isLog(metric), all = lines(metric, state.smooth);
-  panel.logButton.setAttribute("aria-pressed", String(log));
-  plot.replaceChildren();
-  const width = Math.max(200, plot.clientWidth), inner = width - LEFT - RIGHT, tall = HEIGHT - TOP - BOTTOM;
-  const svg = draw("svg", { viewBox: "0 0 " + width + " " + HEIGHT, role: "img", "aria-label": panel.title }, plot);
-  const good = value => Number.isFinite(value) && (!log || value > 0);
-  let low = Infinity, high = -Infinity, hidden = 0;
-  for (const line of all) for (const point of line.points) {
-    if (Number.isFinite(point.v) && !good(point.v)) hidden++;
-    for (const value of [point.v, ...edges(line, point)]) if (good(value) && good(point.v)) {
-      low = Math.min(low, value);
-      high = Math.max(high, value);
-    }
-  }
-  const notes = missing(metric), empty = low > high;
-  if (hidden) notes.push(hidden + " values are not above 0: not on this axis");
+  const good = point => Number.isFinite(point.v) && (!log || point.v > 0);
   const bad = shown(metric).flatMap(r => points(metric, r).filter(point => point.bad)
     .map(point => ({ x: data.runs[r].x[state.x][point.at], colour: data.groups[data.runs[r].group].colour })));
+  const known = all.flatMap(line => line.points).filter(point => Number.isFinite(point.v));
+  const hidden = known.filter(point => !good(point)).length, notes = missing(metric);
+  if (hidden) notes.push(hidden + " values are not above 0: not on this axis");
+  if (hidden === known.length) notes.push("nothing to draw");
   if (bad.length) notes.push(bad.length + " not finite (\u00d7)");
   note.textContent = notes.join("; ");
-  const [left, right] = domain(all);
-  if (empty) {
-    draw("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, svg).textContent = "nothing to draw";
-    [low, high] = log ? [1, 10] : [0, 1];
+  panel.logButton.setAttribute("aria-pressed", String(log));
+
+  const axis = data.axes.find(axis => axis.name === state.x), steps = new Map(), tables = [], bands = [];
+  const step = (chart, x) => x === null ? "" : axis.name === "step" ? number(x, 7)
+    : short(x) + " " + axis.unit + ", step " + number(steps.get(x), 7);
+  const series = [{ label: axis.name === "step" ? "step" : "at", value: step }];
+  // A series, which the legend leaves out unless `look` says else. Where there is no value that can be drawn, a gap.
+  function add(line, points, value, look) {
+    tables.push([points.map(point => point.x), points.map((point, k) => good(point) ? value(point, k) : null)]);
+    return series.push({ class: "unnamed", stroke: line.colour, points: { show: false }, ...look }) - 1;
   }
-  if (low === high) {
-    if (log) { low /= 2; high *= 2; } else { const room = Math.abs(low) * 0.1 || 1; low -= room; high += room; }
-  } else if (log) { const room = (high / low) ** 0.05; low /= room; high *= room; }
-  else { const room = (high - low) * 0.05; low -= room; high += room; }
-  const place = log ? Math.log10 : value => value, bottom = place(low), top = place(high);
-  const X = value => EDGE + (value - left) / (right - left) * (inner - 2 * EDGE);
-  const Y = value => tall - (place(value) - bottom) / (top - bottom) * tall;
-  const cut = value => good(value) ? value : low;
-  const grid = draw("g", { stroke: "currentColor", "stroke-opacity": 0.15 }, svg);
-  for (const value of log ? logTicks(low, high) : ticks(low, high, 5)) {
-    const y = TOP + Y(value);
-    draw("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y }, grid);
-    draw("text", { x: LEFT - 5, y: y + 4, "text-anchor": "end", class: "y" }, svg).textContent =
-      number(value, 4);
-  }
-  for (const value of ticks(left, right, inner / 60)) {
-    const x = LEFT + X(value);
-    draw("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }, grid);
-    draw("text", { x, y: HEIGHT - BOTTOM + 14, "text-anchor": "middle", class: "x" }, svg).textContent = short(value);
-  }
-  draw("text", { x: LEFT + inner / 2, y: HEIGHT - 5, "text-anchor": "middle", "fill-opacity": 0.75 }, svg).textContent =
-    data.axes.find(axis => axis.name === state.x).label;
-  const area = draw("svg", { x: LEFT, y: TOP, width: inner, height: tall, overflow: "hidden" }, svg);
-  area.setAttribute("viewBox", "0 0 " + inner + " " + tall);
-  const spot = (point, v = point.v) => X(point.x).toFixed(1) + "," + Y(v).toFixed(1);
+  const before = state.smooth > 1 ? lines(metric, 1) : [];
   for (const line of all) {
-    const all = pieces(line.points, good), wide = point => edges(line, point)[0] < edges(line, point)[1];
-    if (all.some(piece => piece.some(wide))) for (const piece of all) {
-      const up = piece.map(point => spot(point, edges(line, point)[1]));
-      const down = piece.map(point => spot(point, cut(edges(line, point)[0]))).reverse();
-      const d = "M" + up.concat(down).join("L") + "Z";
-      draw("path", { d, fill: line.colour, "fill-opacity": 0.18, class: "band" }, area);
+    const own = line.points, at = new Map(own.map(point => [point.x, point]));
+    if (own.some(point => good(point) && edges(line, point)[0] < edges(line, point)[1])) {
+      const edge = which => add(line, own, point => edges(line, point)[which], { width: 0 });
+      bands.push({ series: [edge(1), edge(0)], fill: line.colour + "2e" });
     }
+    for (const raw of before.filter(raw => raw.name === line.name))
+      add(raw, raw.points, point => point.v, { stroke: raw.colour + "4d", width: 1 });
+    // A stretch where some seeds of the group have ended is dashed finely.
+    const fewer = k => own[k] && good(own[k]) && own[k].seeds < line.most;
+    const dash = line.dash.split(" ").filter(Boolean).map(Number), part = (_, k) => [k - 1, k, k + 1].some(fewer);
+    add(line, own, (point, k) => fewer(k) ? null : point.v, { width: 1.8, dash });
+    if (own.some(part))
+      add(line, own, (point, k) => part(point, k) ? point.v : null, { width: 1.8, dash: [1.5, 2.5] });
+    // Points: of what is logged now and then, as validation, and of a value between gaps.
+    const alone = (_, k) => ![k - 1, k + 1].some(k => own[k] && good(own[k]));
+    const dots = new Set(own.filter((_, k) => line.rare || own.length <= 2 || alone(_, k)).map(point => point.x));
+    const name = add(line, own, point => point.v, { class: "named", label: line.name, paths: () => null,
+      value: ({ data: [x], cursor }, v, _, k) => v == null ? "" : said(line, at.get(x[k]), steps.get(x[cursor.idx])),
+      points: { show: true, size: 6, width: 0, fill: line.colour,
+        filter: ({ data }) => data[0].flatMap((x, k) => dots.has(x) && data[name][k] != null ? [k] : []) } });
+    for (const point of own) steps.set(point.x, point.step);
   }
-  if (state.smooth > 1) for (const line of lines(metric, 1))
-    for (const piece of pieces(line.points, good))
-      draw("path", { d: "M" + piece.map(point => spot(point)).join("L"), fill: "none", stroke: line.colour, "stroke-opacity": 0.3,
-        class: "raw" }, area);
-  for (const line of all) {
-    const count = line.points.length;
-    for (const piece of pieces(line.points, good)) {
-      // A stretch where some seeds of the group have ended is dashed finely.
-      let from = 0;
-      for (let k = 1; k <= piece.length; k++) {
-        const fewer = j => Math.min(piece[j].seeds, piece[j - 1].seeds) < line.most;
-        if (k < piece.length && (k === 1 || fewer(k) === fewer(k - 1))) continue;
-        const partial = piece.length > 1 && fewer(k - 1);
-        if (k - from > 1) draw("path", { d: "M" + piece.slice(from, k).map(point => spot(point)).join("L"), fill: "none",
-          stroke: line.colour, "stroke-width": 1.8, "stroke-linejoin": "round",
-          "stroke-dasharray": partial ? "1.5 2.5" : line.dash, class: "line" }, area);
-        from = k - 1;
-      }
-      // Points: of what is logged now and then, as validation, and of a value between gaps.
-      if (line.rare || count <= 2 || piece.length === 1) for (const point of piece)
-        draw("circle", { cx: X(point.x).toFixed(1), cy: Y(point.v).toFixed(1), r: 3, fill: line.colour }, area);
-    }
-  }
-  for (const mark of bad)
-    draw("path", { d: "M" + (X(mark.x) - 3) + ",2l6,6m0,-6l-6,6", stroke: mark.colour, "stroke-width": 1.5,
-      fill: "none", class: "bad" }, area);
-  hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]);
+  const ink = getComputedStyle(document.body).color, width = Math.max(200, plot.clientWidth);
+  const look = { stroke: ink, font: FONT, labelFont: FONT, grid: { stroke: "#8884", width: 1 },
+    ticks: { show: false } };
+  const whole = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
+  const texts = text => (chart, places) => places.map(place => place === null ? null : text(place));
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", panel.title);
+  panel.chart = new uPlot({
+    width, height: HEIGHT, series, bands, padding: [10, 12, 0, 0],
+    scales: { x: { time: false, range: () => zoom || domain(all) }, y: { distr: log ? 3 : 1 } },
+    axes: [{ ...look, label: axis.label, labelSize: 14, labelGap: 0, size: 22, values: texts(short),
+      ...axis.name === "step" ? { incrs: whole } : {} },
+      { ...look, size: 52, values: texts(number) }],
+    cursor: { y: false, points: { size: 7 }, sync: { key: "panels" },
+      hover: { prox: () => Math.max(8, width / 40), skip: [null, undefined] },
+      bind: { dblclick: (chart, node, act) => event => { zoom = null; act(event); } } },
+    hooks: {
+      // What is said of the lines stands on the side where the cursor is not.
+      setCursor: [chart => chart.root.classList.toggle("aside", 2 * chart.cursor.left < chart.over.clientWidth)],
+      setSelect: [chart => { zoom = chart.select.width > 0
+        ? [0, chart.select.width].map(more => chart.posToVal(chart.select.left + more, "x")) : zoom; }],
+      draw: [chart => { for (const mark of bad) cross(chart, mark); }],
+    },
+  }, all.length ? uPlot.join(tables) : [[], ...tables], plot);
 }
-function pieces(all, good) {
-  const out = [[]];
-  for (const point of all) if (good(point.v)) out[out.length - 1].push(point); else out.push([]);
-  return out.filter(piece => piece.length);
+function cross({ ctx, bbox, valToPos }, { x, colour }) {
+  const at = valToPos(x, "x", true), size = 3 * uPlot.pxRatio, top = bbox.top + size;
+  if (at < bbox.left || at > bbox.left + bbox.width) return;
+  ctx.beginPath();
+  for (const way of [1, -1]) {
+    ctx.moveTo(at - size, top - way * size);
+    ctx.lineTo(at + size, top + way * size);
+  }
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = 1.5 * uPlot.pxRatio;
+  ctx.stroke();
 }
 function missing(metric) {
   const without = [], noAxis = [];
@@ -264,50 +247,6 @@ function missing(metric) {
   if (without.length) out.push("not logged by " + without.join(", "));
   if (noAxis.length) out.push("no " + state.x + " logged by " + noAxis.join(", "));
   return out;
-}
-function hover(panel, svg, area, all, X, Y, good, [left, right, inner, tall]) {
-  const cursor = draw("line", { y1: 0, y2: tall, stroke: "currentColor", visibility: "hidden" }, area);
-  const dots = draw("g", {}, area), tip = make("div", "tip");
-  tip.hidden = true;
-  panel.plot.append(tip);
-  const leave = () => { tip.hidden = true; cursor.setAttribute("visibility", "hidden"); dots.replaceChildren(); };
-  svg.addEventListener("pointerleave", leave);
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), at = event.clientX - box.left - LEFT;
-    const away = point => Math.abs(X(point.x) - at);
-    const near = all.map(line => ({ line, point: nearest(line.points, away) })).filter(one => one.point);
-    if (!near.length || at < -10 || at > inner + 10) return leave();
-    const best = nearest(near.map(one => one.point), away);
-    const x = X(best.x);
-    tip.replaceChildren(make("strong", "", state.x === "step" ? "step " + number(best.step, 7)
-      : short(best.x) + " " + data.axes.find(axis => axis.name === state.x).unit + ", step " + number(best.step, 7)));
-    dots.replaceChildren();
-    for (const { line, point } of near) {
-      // A line that has nothing near the cursor has ended, or is logged more rarely.
-      if (Math.abs(X(point.x) - x) > Math.max(8, inner / 40)) continue;
-      const row = make("div"), swatch = make("i");
-      swatch.style.background = line.colour;
-      const away = point.step !== best.step ? " at step " + number(point.step, 7) : "";
-      row.append(swatch, line.name + ": " + number(point.v, 5)
-        + (point.seeds > 1 ? " \u00b1 " + number(point.std, 2) : "")
-        + (line.most > 1 ? " (" + point.seeds + (point.seeds === 1 ? " seed)" : " seeds)") : "")
-        + (line.most === 1 && point.low < point.high
-          ? " (" + number(point.low) + " to " + number(point.high) + ")" : "") + away);
-      tip.append(row);
-      const look = { r: 3.5, fill: line.colour, stroke: "currentColor" };
-      if (good(point.v)) draw("circle", { cx: X(point.x), cy: Y(point.v), ...look }, dots);
-    }
-    cursor.setAttribute("x1", x);
-    cursor.setAttribute("x2", x);
-    cursor.setAttribute("visibility", "visible");
-    tip.hidden = false;
-    const over = LEFT + x + 12 + tip.offsetWidth > box.width;
-    tip.style.left = Math.max(0, over ? LEFT + x - 12 - tip.offsetWidth : LEFT + x + 12) + "px";
-    tip.style.top = TOP + "px";
-  });
-}
-function nearest(all, away) {
-  return all.reduce((best, one) => best && away(best) <= away(one) ? best : one, null);
 }
 
 // ---- page --------------------------------------------------------------------------------------------------------
@@ -325,6 +264,7 @@ function panelOf(title, metric, chosen) {
   return { metric, title, figure, plot, note, logButton, dirty: true };
 }
 function build() {
+  for (const { chart } of panels) if (chart) chart.destroy();
   panels = [];
   const target = $("sections"), chosen = { title: "Chosen", main: state.chosen.length,
     panels: state.chosen.map(metric => ({ metric, title: titleOf(metric) })) };
@@ -468,10 +408,15 @@ data.runs.forEach((run, r) => {
 $("about").textContent = "A group's line is the mean over its seeds at each step; where some of them have no "
   + "value it is dotted. The standard deviation is that of a sample (n - 1). Smoothing is the mean of the last "
   + "steps, of each seed before they meet; the values themselves stay faintly visible. "
+  + "Drag over a chart to enlarge that stretch in all of them, double click to see all again. "
   + "Training time is the sum of the steps' own, without validation and checkpoints." + (data.width > 1
   ? " Long series are thinned out to the mean of " + data.width + " steps; their range is the band of a "
   + "single run and of \"mean and range\"." : "");
-for (const name of ["x", "band"]) $(name).addEventListener("change", () => { state[name] = $(name).value; apply(); });
+for (const name of ["x", "band"]) $(name).addEventListener("change", () => {
+  state[name] = $(name).value;
+  if (name === "x") zoom = null;
+  apply();
+});
 $("log").addEventListener("change", () => { state.log = $("log").checked; state.flip.clear(); apply(); });
 $("smooth").addEventListener("input", () => {
   state.smooth = Math.round(widest ** (Number($("smooth").value) / 100));

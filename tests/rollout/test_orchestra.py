@@ -729,6 +729,37 @@ def test_an_agent_with_tools(play: Any) -> None:
         play("test_tools", lambda prompt: "12")
 
 
+@agent(tools=["test_add"])
+def boxer(text):
+    """Box the sum."""
+    return text if text.startswith("box ") else None
+
+
+@orchestra("test_boxed_tools")
+async def with_tools_and_a_form(task, boxer):
+    return (await boxer(task.messages)).text.removeprefix("box ")
+
+
+@pytest.mark.parametrize(
+    ("texts", "valid"),
+    [(["call", "box 12"], [True, True]), (["call", "12"], [True, False]), (["call"] * 2, [True, False])],
+)
+def test_a_tool_call_is_a_valid_action_of_an_agent_whose_answers_have_a_form(
+    play: Any, added: BaseTool, texts: list[str], valid: list[bool]
+) -> None:
+    """Beyond the rounds a call is an answer, as any other text."""
+    call = '<tool_call>{"name": "test_add", "arguments": {"a": 5, "b": 7}}</tool_call>'
+
+    def answer(prompt: str) -> str:
+        text = texts["<|im_start|>tool" in prompt]
+        return call if text == "call" else text
+
+    rollout = {"multi_turn": {"format": "hermes"}}
+    keys = {"max_tool_rounds": 1}
+    rows, _ = play("test_boxed_tools", answer, keys=keys, tools=[added], rollout=rollout, response_length=128)
+    assert fields(rows, "is_action_valid") == valid and info(rows)["invalid_boxer"] == valid.count(False)
+
+
 MCP = "verl_ext.orchestra.mcp"
 
 
@@ -805,7 +836,8 @@ class Counting(BaseTool):
         type(self).living -= 1
 
 
-def test_an_agent_with_a_tool_of_verls_configuration(play: Any) -> None:
+@pytest.fixture
+def added() -> BaseTool:
     number = {"type": "number", "description": "a number"}
     function = {
         "name": "test_add",
@@ -813,11 +845,15 @@ def test_an_agent_with_a_tool_of_verls_configuration(play: Any) -> None:
         "parameters": {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
     }
     schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    return Counting({}, schema)
+
+
+def test_an_agent_with_a_tool_of_verls_configuration(play: Any, added: BaseTool) -> None:
     call = '<tool_call>{"name": "test_add", "arguments": {"a": 5, "b": 7}}</tool_call>'
     rows, _ = play(
         "test_tools",
         lambda prompt: "12" if "tool\n12" in prompt else call,
-        tools=[Counting({}, schema)],
+        tools=[added],
         rollout={"multi_turn": {"format": "hermes"}},
         response_length=128,
     )

@@ -90,7 +90,8 @@ class Agent:
         name: the row field ``agent_id``; an identifier.
         role: what the agent is told it is and does; comes before the messages of every call. May be empty.
         read: takes the text of an answer and returns what it says. If it can't be read it returns None or raises
-            ValueError, which makes the row ``is_action_valid=False``. None: the value of an answer is its text.
+            ValueError, which makes the row ``is_action_valid=False`` unless tools were called in it. None: the value of
+            an answer is its text.
         tools: names of tools that the agent may call by itself: verl's (``rollout.multi_turn.tool_config_path``,
             ``function_tool_path``) or functions under verl's decorator ``function_tool``.
         model: name of the model that answers: `POLICY`, or one of ``verl_ext.models``.
@@ -146,7 +147,7 @@ class Reply:
         value: what the agent's ``read`` made of it; None if it could not be read.
         tokens: number of response tokens.
         truncated: the answer was cut at its longest length.
-        valid: the row field ``is_action_valid``; from the start, whether ``value`` is not None.
+        valid: the row field ``is_action_valid``; from the start, whether ``value`` is not None or tools were called.
         reward: reward of this call alone, on top of the outcome. See `Outcome`.
         observation: the row field ``anchor_obs``; from the start, the content of the last message given.
     """

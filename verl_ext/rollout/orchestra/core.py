@@ -252,6 +252,7 @@ class Team:
             more = await self._while_open(self.engine.use_tools(agent, call.completion))
             if not more:
                 break
+            call.reply.valid = True  # it has called tools: `read` is for answers
             messages = [*messages, *more]
             call = await self.call(agent, messages, (*place, turn))
         return call.reply

@@ -224,6 +224,23 @@ def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play
     assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
 
 
+@orchestra("test_one_reward")
+async def one_reward(task, asker, teller, *, call: bool = True):
+    if call:
+        await asker("hello")
+    return Outcome(rewards={"teller": 1.0})
+
+
+def test_rewards_that_lack_an_agent_are_named(play: Any) -> None:
+    rows, _ = play("test_one_reward", lambda prompt: "a word")
+    assert fields(rows, "failure") == ["error"]
+    assert (
+        "no reward for the agent asker, which was called; it has some for: teller" in fields(rows, "failure_detail")[0]
+    )
+    (row,), _ = play("test_one_reward", lambda prompt: "a word", keys={"options": {"call": False}})
+    assert row.extra_fields["agent_reward"] == 0.0 and row.extra_fields["valid_row"] is False  # nobody was called
+
+
 def test_a_message_that_cannot_fit_is_not_tokenised(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"raw_prompt": [{"role": "user", "content": "x" * 100_000}]}
     rows, server = play("test_pair", PAIR, row=row, keys={"overlong_prompt": "end"}, prompt_length=64)

@@ -38,7 +38,8 @@ class Outcome:
         reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
         answer: the team's answer.
         info: further numbers for verl's validation metrics.
-        rewards: a reward for each agent, by name, instead of one for all; see the row field ``agent_reward``.
+        rewards: a reward for each agent that was called, by name, instead of one for all; see the row field
+            ``agent_reward``.
     """
 
     reward: float | None = None
@@ -343,8 +344,14 @@ class Team:
             return Result(_finite(result))
         if result.rewards is not None:
             rewards = {name: _finite(reward) for name, reward in result.rewards.items()}
-            earned = [rewards[name] for name in {call.agent.name for call in self.calls}]
-            return Result(fmean(earned or [0.0]), result.answer or "", dict(result.info), rewards=rewards)
+            called = {call.agent.name for call in self.calls}
+            if lacking := sorted(called - set(rewards)):
+                raise ValueError(
+                    f"Outcome(rewards=...) has no reward for the agent {lacking[0]}, which was called; it has some "
+                    f"for: {', '.join(rewards) or 'nobody'}"
+                )
+            earned = [rewards[name] for name in called] or [0.0]
+            return Result(fmean(earned), result.answer or "", dict(result.info), rewards=rewards)
         if result.reward is not None:
             return Result(_finite(result.reward), result.answer or "", dict(result.info))
         score, info = await self.judge(str(result.answer))

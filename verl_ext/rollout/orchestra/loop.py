@@ -352,7 +352,8 @@ class OrchestraLoop(AgentLoopBase):
                 "prompt_tokens_cut": call.completion.prompt_tokens_cut,
             }
             if result.rewards:
-                row.fields["agent_reward"] = result.rewards[call.agent.name]
+                # All who were called have one; the agent of a placeholder was not.
+                row.fields["agent_reward"] = result.rewards.get(call.agent.name, 0.0)
         made[-1].metrics.compute_score = self._judging
         made[-1].fields.update(failure_detail=detail, failures=dict(team.events), answer=result.answer)
         empty = [not row.response_ids for row in made]

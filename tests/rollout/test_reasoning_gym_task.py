@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -48,6 +49,7 @@ def test_last_number_of_the_first_line() -> None:
     assert lenient.judge("\n it is 12, yes").solved
     assert lenient.judge("it is 13").feedback == "Too high."
     assert lenient.judge("no idea").feedback == "Not a number."
+    assert task("1.75e-22", "last_number").judge("about 1.74e-22").feedback == "Too low."
 
 
 def test_part_of_the_score_is_not_success() -> None:
@@ -67,6 +69,20 @@ def test_answers_that_are_no_numbers() -> None:
     assert words.judge("god").solved
     assert words.judge("dog").feedback == "Wrong."
     assert words.judge("").feedback == "No answer."
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    "dataset",
+    ["power_function", "coin_flip", "decimal_arithmetic", "spell_backward", "sudoku", "n_queens", "rotate_matrix"],
+)
+def test_reference_answers_are_right(dataset: str, parser: str) -> None:
+    """Numbers with an exponent and answers of many lines among them."""
+    made = load_dataset(dataset, '{"seed": 1, "size": 40}')
+    for entry in itertools.islice(made, 40 if dataset in ("power_function", "coin_flip") else 3):
+        text = str(entry["answer"])
+        parsed, verdict = ReasoningGymTask(dataset, "{}", entry, parser)._parse(text)
+        assert verdict is None and made.score_answer(parsed, entry) == 1.0, text
 
 
 def test_rows_are_read_from_extra_info() -> None:

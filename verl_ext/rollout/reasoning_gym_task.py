@@ -35,7 +35,7 @@ RIGHT = "Right."
 #: Every line of feedback that :meth:`ReasoningGymTask.judge` can give; the demo's tokenizer is trained on them.
 FEEDBACK = (TOO_LOW, TOO_HIGH, NOT_A_NUMBER, EMPTY, WRONG, RIGHT)
 
-_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def _parse_strict(text: str, numeric: bool) -> str | None:
@@ -47,17 +47,15 @@ def _parse_strict(text: str, numeric: bool) -> str | None:
 
 def _parse_last_number(text: str, numeric: bool) -> str | None:
     stripped = text.strip()
-    if not stripped:
-        return None
-    first_line = stripped.splitlines()[0]
-    if not numeric:
-        return first_line.strip()
-    numbers = _NUMBER.findall(first_line)
+    if not stripped or not numeric:
+        return stripped or None
+    numbers = _NUMBER.findall(stripped.splitlines()[0])
     return numbers[-1].rstrip(",") if numbers else None
 
 
 #: How an answer is read from the model's text. ``strict``: the whole text, which must be a number if the true answer
-#: is one. ``last_number``: the last number of the first non-empty line (for models that answer in a sentence).
+#: is one. ``last_number``: the last number of the first non-empty line (for models that answer in a sentence); the
+#: whole text if the true answer is no number, since it may have many lines.
 PARSERS: dict[str, Callable[[str, bool], str | None]] = {"strict": _parse_strict, "last_number": _parse_last_number}
 
 

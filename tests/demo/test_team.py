@@ -34,7 +34,7 @@ class Script:
         text = self.lines.pop(0)
         return Completion(response_ids=list(text.encode()) or [0], text=text)
 
-    async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
+    async def use_tools(self, agent: Agent, completion: Completion, messages: Any) -> list[dict[str, Any]]:
         return []
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:

@@ -20,7 +20,7 @@ from loops import QUESTION, REWARD, Scripted, columns_of, config_of, make_loop
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, ToolListWrap
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
+from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, FunctionTool, function_tool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -875,6 +875,89 @@ def test_an_agent_with_a_tool_of_verls_configuration(play: Any, added: BaseTool)
         response_length=128,
     )
     assert len(rows) == 2 and rows[-1].reward_score == 1.0 and Counting.living == 0
+
+
+def uses(play: Any, tool: Any, **options: Any) -> tuple[list[AgentLoopOutput], str]:
+    """A call of `tool` by the calculator, and what it reads of the answer."""
+    call = '<tool_call>{"name": "test_add", "arguments": {"a": 5, "b": 7}}</tool_call>'
+    multi_turn = {"format": "hermes", **options.pop("multi_turn", {})}
+    rows, server = play(
+        "test_tools",
+        lambda prompt: "12" if "<|im_start|>tool" in prompt else call,
+        tools=[tool],
+        rollout={"multi_turn": multi_turn},
+        response_length=128,
+        **options,
+    )
+    return rows, server.prompts[1].split("<|im_start|>tool\n")[1].split("<|im_end|>")[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "text", "failures"),
+    [
+        ((ToolResponse(text="found it"), 0.5, {"hits": 1}), "found it", 0.0),
+        ({"right": True}, '{"right": true}', 0.0),
+        (ToolResponse(), "", 0.0),
+        (ToolResponse(image=["pixels"]), "Error: ValueError: the tool returned an image", 1.0),
+    ],
+)
+def test_what_a_function_returns_is_read_as_verl_reads_it(
+    play: Any, added: BaseTool, returned: Any, text: str, failures: float
+) -> None:
+    rows, shown = uses(play, FunctionTool("test_add", lambda a, b: returned, added.tool_schema))
+    assert shown.startswith(text) and bool(shown) == bool(text)
+    assert info(rows)["failure_tool_error"] == failures
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ({"tool_response_truncate_side": "left"}, "(truncated)...efgh"),
+        ({"tool_response_truncate_side": "right"}, "abcd...(truncated)"),
+        ({}, "ab...(truncated)...gh"),
+    ],
+)
+def test_a_long_answer_of_a_tool_is_cut_as_verl_cuts_it(
+    play: Any, added: BaseTool, side: dict[str, str], text: str
+) -> None:
+    tool = FunctionTool("test_add", lambda a, b: "abcdefgh", added.tool_schema)
+    assert uses(play, tool, multi_turn={"max_tool_response_length": 4, **side})[1] == text
+
+
+class Seeing(Counting):
+    """A tool that says what it is told of its row and its conversation."""
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        self.truth = kwargs["create_kwargs"].get("truth")
+        return await super().create()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any, **kwargs: Any) -> Any:
+        seen = agent_data.extra_fields["seen"] = agent_data.extra_fields.get("seen", 0) + 1
+        roles = [message["role"] for message in agent_data.messages]
+        return ToolResponse(text=f"{self.truth} {seen} {' '.join(roles)}"), 0.0, {}
+
+
+@orchestra("test_tools_twice")
+async def with_tools_twice(task, calculator):
+    await calculator(task.messages)
+    return (await calculator(task.messages)).text
+
+
+@pytest.mark.parametrize(("column", "truth"), [({"test_add": {"create_kwargs": {"truth": "12"}}}, "12"), ({}, "None")])
+def test_a_tool_learns_of_its_row_and_its_conversation(
+    play: Any, added: BaseTool, column: dict[str, Any], truth: str
+) -> None:
+    call = '<tool_call>{"name": "test_add", "arguments": {}}</tool_call>'
+    _, server = play(
+        "test_tools_twice",
+        lambda prompt: "12" if "<|im_start|>tool" in prompt else call,
+        tools=[Seeing({}, added.tool_schema)],
+        rollout={"multi_turn": {"format": "hermes"}},
+        row={"tools_kwargs": column},
+        response_length=128,
+    )
+    for seen, prompt in enumerate(server.prompts[1::2], start=1):
+        assert f"tool\n{truth} {seen} user assistant<" in prompt
 
 
 # The teams of the package.

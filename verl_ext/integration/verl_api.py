@@ -37,8 +37,16 @@ EMBEDDED, CPU = "rollout.name=embedded", "the CPU platform"
 MODELS = "verl_ext.models"
 
 TOOLS: dict[str, tuple[str, ...]] = {
+    "verl.experimental.agent_loop.tool_agent_loop": (
+        "AgentData(messages, image_data, video_data, audio_data, mm_processor_kwargs, metrics, request_id, "
+        "tools_kwargs)",
+    ),
     "verl.experimental.agent_loop.tool_parser": ("ToolParser.get_tool_parser",),
-    "verl.tools.function_tool": ("FUNCTION_TOOL_REGISTRY", "FunctionTool.call"),
+    "verl.tools.function_tool": (
+        "FUNCTION_TOOL_REGISTRY",
+        "FunctionTool.call",
+        "normalize_function_tool_return(ret)",
+    ),
 }
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     TRAINER: {

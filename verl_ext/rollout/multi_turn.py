@@ -189,7 +189,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         Args:
             sampling_params: temperature and so on, passed to the engine.
             priority: scheduling priority of the request.
-            **kwargs: the dataset row: ``raw_prompt`` (chat messages) and ``extra_info`` (the task).
+            **kwargs: the dataset row: ``raw_prompt`` (chat messages), ``extra_info`` (the task), and for tools
+                ``tools_kwargs``.
 
         Returns:
             One output a turn, in order; never empty.
@@ -203,6 +204,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         task = self.task(kwargs)
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
 
+        if self.tools:
+            self.tools.begin(request_id, kwargs.get("tools_kwargs"), {})
         schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools) if self.tools else None
         prompt_ids = await rows.encode(self, messages, schemas)
         if len(prompt_ids) > self.prompt_length:
@@ -232,7 +235,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
 
             more: list[dict[str, Any]] = []
             if self.tools and rounds < self.options.max_tool_rounds:
-                more = await self.tools.use(OPTIONS_KEY, self.options.tools, call)
+                more = await self.tools.use(OPTIONS_KEY, self.options.tools, call, messages)
             if more:
                 rounds += 1
             else:

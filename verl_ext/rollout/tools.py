@@ -42,7 +42,8 @@ class Tools:
     """The tools of one trajectory.
 
     Args:
-        options: ``rollout.multi_turn``: ``format``, ``max_parallel_calls``, ``max_tool_response_length``.
+        options: ``rollout.multi_turn``: ``format``, ``max_parallel_calls``, ``max_tool_response_length``,
+            ``tool_response_truncate_side``.
         given: verl's tools for the agent loop.
         tokenizer: of the model.
         settings: of the agent loop.
@@ -67,6 +68,18 @@ class Tools:
         verls = getattr(given, "tools", given) or []
         self.given = {**{tool.name: tool for tool in verls}, **mcp_tools.tools(settings.mcp, f"{where}.mcp")}
 
+        self.begin("", None, {})
+
+    def begin(self, request: str, tools_kwargs: Mapping[str, Any] | None, session: dict[str, Any]) -> None:
+        """Take what verl's tools are told of their trajectory.
+
+        Args:
+            request: its name at the engine.
+            tools_kwargs: the data column, by tool: ``create_kwargs`` are for `BaseTool.create`.
+            session: where tools may keep things until it ends, ``agent_data.extra_fields``.
+        """
+        self.request, self.tools_kwargs, self.session = request, dict(tools_kwargs or {}), session
+
     def _tool(self, who: str, name: str) -> Any:
         from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
 
@@ -83,13 +96,16 @@ class Tools:
         """The schemas of the tools of `who`, for the chat template. Raises OptionError: one is not there."""
         return [self._tool(who, name).tool_schema.model_dump(exclude_unset=True, exclude_none=True) for name in names]
 
-    async def use(self, who: str, names: Sequence[str], row: ModelCall) -> list[dict[str, Any]]:
+    async def use(
+        self, who: str, names: Sequence[str], row: ModelCall, messages: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Run the tool calls in an answer. A tool that is unknown, raises or hangs answers with its error.
 
         Args:
             who: for messages.
             names: the tools that it has.
             row: its answer; the time that tools take is added to its metrics.
+            messages: what it has answered.
 
         Returns:
             The model's message and the tools'; [] without any call.
@@ -100,21 +116,50 @@ class Tools:
         calls = calls[: int(self.options.get("max_parallel_calls") or 1)]
         if not calls:
             return []
-        timing: dict[str, float] = {}
-        with simple_timer("tool_calls", timing):
-            answers = await asyncio.gather(*(self._call(tools, call.name, call.arguments) for call in calls))
-        row.metrics.tool_calls += timing["tool_calls"]
-        longest = int(self.options.get("max_tool_response_length") or 2**31)
         asked = [
             {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls
         ]
-        return [
-            {"role": "assistant", "content": content, "tool_calls": asked},
-            *({"role": "tool", "content": answer[:longest]} for answer in answers),
-        ]
+        said = {"role": "assistant", "content": content, "tool_calls": asked}
+        data = self._agent_data([*messages, said], row, calls)
+        timing: dict[str, float] = {}
+        with simple_timer("tool_calls", timing):
+            answers = await asyncio.gather(*(self._call(tools, call.name, call.arguments, data) for call in calls))
+        row.metrics.tool_calls += timing["tool_calls"]
+        return [said, *({"role": "tool", "content": self._cut(answer)} for answer in answers)]
 
-    async def _call(self, tools: Mapping[str, Any], name: str, arguments: str) -> str:
-        from verl.tools.function_tool import FunctionTool
+    def _agent_data(self, messages: Sequence[Mapping[str, Any]], row: ModelCall, calls: list[Any]) -> Any:
+        """What verl's own agent loop shows a tool of the conversation."""
+        from verl.experimental.agent_loop.tool_agent_loop import AgentData
+
+        data = AgentData(
+            messages=[dict(message) for message in messages],
+            image_data=None,
+            video_data=None,
+            audio_data=None,
+            mm_processor_kwargs=None,
+            metrics={},
+            request_id=self.request,
+            tools_kwargs=self.tools_kwargs,
+        )
+        data.prompt_ids, data.response_ids, data.tool_calls = list(row.prompt_ids), list(row.response_ids), calls
+        data.extra_fields = self.session
+        return data
+
+    def _cut(self, text: str) -> str:
+        """What the model reads of a tool's answer: verl cuts at this length, on this side, with this mark."""
+        longest = int(self.options.get("max_tool_response_length") or 2**31)
+        if len(text) <= longest:
+            return text
+        side = self.options.get("tool_response_truncate_side")
+        if side == "left":
+            return "(truncated)..." + text[-longest:]
+        if side == "right":
+            return text[:longest] + "...(truncated)"
+        half = longest // 2
+        return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+    async def _call(self, tools: Mapping[str, Any], name: str, arguments: str, data: Any) -> str:
+        from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 
         async def use() -> str:
             with contained(f"tool {name}"):
@@ -123,12 +168,11 @@ class Tools:
                 given = json.loads(arguments)
                 tool = tools[name]
                 if isinstance(tool, FunctionTool):
-                    result = await tool.call(given)
-                    return result if isinstance(result, str) else str(getattr(result, "text", result))
-                instance, _ = await tool.create()
+                    return _text(normalize_function_tool_return(await tool.call(given))[0])
+                of_row = self.tools_kwargs.get(name) or {}
+                instance, _ = await tool.create(create_kwargs=of_row.get("create_kwargs") or {})
                 try:
-                    result, _, _ = await tool.execute(instance, given)
-                    return result.text or ""
+                    return _text((await tool.execute(instance, given, agent_data=data))[0])
                 finally:
                     await tool.release(instance)
 
@@ -138,6 +182,13 @@ class Tools:
             self.failed()
             logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
             return f"Error: {type(error).__name__}: {error}"
+
+
+def _text(response: Any) -> str:
+    """The text of a tool's answer. Raises ValueError: there is more in it."""
+    if response.image or response.video:
+        raise ValueError("the tool returned an image or a video; agents of verl_ext read text only")
+    return response.text or ""
 
 
 def linear_parser(name: str, tokenizer: Any) -> Any:

@@ -113,8 +113,11 @@ class Engine(Protocol):
     async def complete(self, agent: Agent, messages: list[dict[str, Any]]) -> Completion:
         """Answer `messages` as `agent`. Raises `OrchestraFailure` for what is this trajectory's own misfortune."""
 
-    async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
-        """Messages (the agent's own and the tools') that follow from the tool calls in an answer; [] without any."""
+    async def use_tools(
+        self, agent: Agent, completion: Completion, messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Messages (the agent's own and the tools') that follow from the tool calls in an answer to `messages`; []
+        without any."""
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
         """Judge an answer with the run's reward function: (score, further numbers)."""
@@ -250,7 +253,7 @@ class Team:
         """A call, and those that follow from the tools that it uses. See `BoundAgent.__call__`."""
         call = await self.call(agent, messages, place)
         for turn in range(self.max_tool_rounds if agent.tools else 0):
-            more = await self._while_open(self.engine.use_tools(agent, call.completion))
+            more = await self._while_open(self.engine.use_tools(agent, call.completion, messages))
             if not more:
                 break
             call.reply.valid = True  # it has called tools: `read` is for answers

@@ -115,7 +115,7 @@ class OrchestraLoop(AgentLoopBase):
             sampling_params: temperature and so on, passed to the engine.
             priority: scheduling priority of the requests.
             **kwargs: the dataset row: ``raw_prompt``, and if there are ``orchestra``, ``reward_model``,
-                ``data_source``, ``extra_info``.
+                ``data_source``, ``extra_info``, ``tools_kwargs``.
 
         Returns:
             One output a call, in the order of the orchestration; never empty.
@@ -137,6 +137,9 @@ class OrchestraLoop(AgentLoopBase):
         self._data = task.messages
         self._sampling, self._priority = dict(sampling_params), int(priority)
         self._request = rows.request_name(self, self._priority, kwargs.get("session_id", 0))
+        session: dict[str, Any] = {}
+        for tools in self.tools.values():
+            tools.begin(self._request, kwargs.get("tools_kwargs"), session)
         team = self._team = Team(self, self.retriever, self.settings.max_calls, self.settings.max_tool_rounds)
         result, failure, detail = await self._play(team, lineup, task)
         if team.fatal is not None:
@@ -261,9 +264,11 @@ class OrchestraLoop(AgentLoopBase):
         """Tools that the chat template shows the agent."""
         return self.tools[agent.model].schemas(f"agent {agent.name}", agent.tools)
 
-    async def use_tools(self, agent: Agent, completion: Completion) -> list[dict[str, Any]]:
+    async def use_tools(
+        self, agent: Agent, completion: Completion, messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Run the tool calls in an answer; see `Tools.use`."""
-        return await self.tools[agent.model].use(f"agent {agent.name}", agent.tools, completion.row)
+        return await self.tools[agent.model].use(f"agent {agent.name}", agent.tools, completion.row, messages)
 
     async def score(self, task: Task, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function on an answer, see `judging.judge`."""

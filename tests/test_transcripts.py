@@ -212,6 +212,14 @@ def test_choosing(run_folder: Path, choice: Choice, found: list[str]) -> None:
     assert names(read(run_folder / "rollouts", choice)) == found
 
 
+def test_a_whole_id_is_that_trajectory_alone(tmp_path: Path) -> None:
+    write_records(tmp_path, [record(1, "abcd", number) for number in (0, 1, 10, 11)], start=True)
+    assert names(read(tmp_path, Choice(trajectory="abcd_1"))) == ["abcd_1"]
+    assert names(read(tmp_path, Choice(trajectory="abcd"))) == ["abcd_0", "abcd_1", "abcd_10", "abcd_11"]
+    with pytest.raises(TranscriptError, match="no trajectory is chosen; there are 0 with success, 1 with failure"):
+        read(tmp_path, Choice(trajectory="abcd_1", outcome="success"))
+
+
 def test_steps_are_in_the_order_of_numbers(run_folder: Path) -> None:
     assert [record["step"] for record in read(run_folder, Choice())] == [1] * 3 + [2] * 3 + [10] * 4
     assert len(read(run_folder / "rollouts" / "2.jsonl", Choice())) == 3
@@ -305,6 +313,7 @@ def test_command_lists_the_last_step_and_shows_one(run_folder: Path, capsys: pyt
         (["--limit", "0"], 2, "'0' is not a whole number of at least 1"),
         (["--outcome", "won"], 2, "invalid choice: 'won'"),
         (["--html", "page.txt"], 1, "name a file that ends in .html"),
+        (["--html", "page.html", "--watch"], 2, "writes no file: leave out --html, or --watch"),
     ],
 )
 def test_command_says_what_is_wrong(

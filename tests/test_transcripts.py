@@ -447,6 +447,29 @@ def test_browser_takes_hostile_text_as_text_and_asks_for_nothing(
 
 
 @pytest.mark.slow
+def test_browser_keeps_its_place_when_the_page_is_made_anew(browser: headless.Browser, tmp_path: Path) -> None:
+    records = [record(step, f"uid{number}", 0) for step in (2, 3) for number in range(60)]
+    target = tmp_path / "page.html"
+    target.write_text(page.render(records, "before"), encoding="utf-8")
+    opened = browser.open(target.as_uri(), width=1200, height=400)
+    opened.click("#list button", 100)
+    chosen, places = current(opened), "['list', 'detail'].map(name => Math.round($(name).scrollTop))"
+    assert chosen == "step 3, trajectory uid40_0"
+    opened.run("$('detail').scrollTop = 77")
+    before = opened.run(places)
+    assert before[0] > 1000 and before[1] == 77
+    target.write_text(page.render([*records, record(4, "uid40", 0)], "after"), encoding="utf-8")
+    opened.call("Page.reload")
+    opened.until("document.title === 'after' && document.readyState === 'complete'")
+    assert current(opened) == chosen and opened.run(places) == before
+    # One that comes before it, and a link for somebody else.
+    target.write_text(page.render([record(1, "uid40", 0), *records], "again"), encoding="utf-8")
+    again = browser.open(opened.run("location.href"), width=1200, height=400)
+    assert current(again) == chosen and again.run(places)[0] > 1000
+    assert opened.complaints() == again.complaints() == []
+
+
+@pytest.mark.slow
 def test_browser_opens_many_trajectories_at_once(browser: headless.Browser, tmp_path: Path) -> None:
     records = [record(step, f"uid{number}", 0) for step in range(10) for number in range(200)]
     (tmp_path / "many.html").write_text(page.render(records, "many"), encoding="utf-8")

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -58,6 +60,30 @@ def test_each_look_is_a_new_page(port: int, pages: list[object]) -> None:
 def test_other_names_and_paths_get_nothing(port: int, pages: list[object]) -> None:
     assert get(port, "/etc/passwd")[0] == get(port, Host=f"evil.example:{port}")[0] == 404
     assert get(port, Host=f"localhost:{port}")[0] == 200 and len(pages) == 2
+    assert get(port, Host="127.0.0.1")[0] == 200  # without a port, as from behind a forwarded port 80
+
+
+def test_a_tab_that_is_closed_meanwhile_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, closed = threading.Event(), threading.Event()
+
+    def make() -> str:
+        asked.set()
+        assert closed.wait(60)
+        return "x" * 10_000_000
+
+    with live.server(make) as serving:
+        serving.daemon_threads = False  # closing waits for the answer
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        tab = socket.create_connection(("127.0.0.1", serving.server_port))
+        tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        tab.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert asked.wait(60)
+        tab.close()
+        closed.set()
+        serving.shutdown()
+        thread.join()
+    assert capsys.readouterr().err == ""
 
 
 def test_report_follows_a_run_until_ctrl_c(tmp_path: Path) -> None:

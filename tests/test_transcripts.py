@@ -212,6 +212,14 @@ def test_choosing(run_folder: Path, choice: Choice, found: list[str]) -> None:
     assert names(read(run_folder / "rollouts", choice)) == found
 
 
+def test_a_whole_id_is_that_trajectory_alone(tmp_path: Path) -> None:
+    write_records(tmp_path, [record(1, "abcd", number) for number in (0, 1, 10, 11)], start=True)
+    assert names(read(tmp_path, Choice(trajectory="abcd_1"))) == ["abcd_1"]
+    assert names(read(tmp_path, Choice(trajectory="abcd"))) == ["abcd_0", "abcd_1", "abcd_10", "abcd_11"]
+    with pytest.raises(TranscriptError, match="no trajectory is chosen; there are 0 with success, 1 with failure"):
+        read(tmp_path, Choice(trajectory="abcd_1", outcome="success"))
+
+
 def test_steps_are_in_the_order_of_numbers(run_folder: Path) -> None:
     assert [record["step"] for record in read(run_folder, Choice())] == [1] * 3 + [2] * 3 + [10] * 4
     assert len(read(run_folder / "rollouts" / "2.jsonl", Choice())) == 3
@@ -305,6 +313,7 @@ def test_command_lists_the_last_step_and_shows_one(run_folder: Path, capsys: pyt
         (["--limit", "0"], 2, "'0' is not a whole number of at least 1"),
         (["--outcome", "won"], 2, "invalid choice: 'won'"),
         (["--html", "page.txt"], 1, "name a file that ends in .html"),
+        (["--html", "page.html", "--watch"], 2, "writes no file: leave out --html, or --watch"),
     ],
 )
 def test_command_says_what_is_wrong(
@@ -435,6 +444,29 @@ def test_browser_takes_hostile_text_as_text_and_asks_for_nothing(
     # Filters are in the address: a link shows what was chosen.
     again = browser.open(opened.run("location.href"), width=1200, height=800)
     assert again.texts("#count") == ["1 of 10 trajectories"] and current(again).endswith("cccccccc_3")
+
+
+@pytest.mark.slow
+def test_browser_keeps_its_place_when_the_page_is_made_anew(browser: headless.Browser, tmp_path: Path) -> None:
+    records = [record(step, f"uid{number}", 0) for step in (2, 3) for number in range(60)]
+    target = tmp_path / "page.html"
+    target.write_text(page.render(records, "before"), encoding="utf-8")
+    opened = browser.open(target.as_uri(), width=1200, height=400)
+    opened.click("#list button", 100)
+    chosen, places = current(opened), "['list', 'detail'].map(name => Math.round($(name).scrollTop))"
+    assert chosen == "step 3, trajectory uid40_0"
+    opened.run("$('detail').scrollTop = 77")
+    before = opened.run(places)
+    assert before[0] > 1000 and before[1] == 77
+    target.write_text(page.render([*records, record(4, "uid40", 0)], "after"), encoding="utf-8")
+    opened.call("Page.reload")
+    opened.until("document.title === 'after' && document.readyState === 'complete'")
+    assert current(opened) == chosen and opened.run(places) == before
+    # One that comes before it, and a link for somebody else.
+    target.write_text(page.render([record(1, "uid40", 0), *records], "again"), encoding="utf-8")
+    again = browser.open(opened.run("location.href"), width=1200, height=400)
+    assert current(again) == chosen and again.run(places)[0] > 1000
+    assert opened.complaints() == again.complaints() == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import html
 import threading
 from collections.abc import Callable
@@ -45,8 +46,12 @@ def server(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
     making = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # a tab that was closed while its page was made
+                super().handle()
+
         def do_GET(self) -> None:
-            if self.path != html_page.PATH or self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
+            if self.path != html_page.PATH or self.headers.get("Host", "").partition(":")[0] not in NAMES:
                 self.send_error(404)
                 return
             again = None

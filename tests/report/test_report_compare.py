@@ -115,7 +115,7 @@ def test_lines_are_means_over_seeds_after_smoothing(tmp_path: Path) -> None:
     wide = line_of(runs, axes["step"], 3)
     assert wide[3].mean == pytest.approx((29 / 3 + 21 / 2) / 2) and wide[1].mean == pytest.approx((2.5 + 3.0) / 2)
     tokens = line_of(runs, axes["tokens"])
-    assert [point.x for point in tokens][:4] == [10.0, 30.0, 45.0, 70.0]
+    assert [point.x for point in tokens] == [10.0, 25.0, 45.0, 70.0, 120.0, 180.0]
     alone = compare.smoothed(pandas.Series({1: math.nan, 2: math.inf, 9: 4.0}), 3)
     assert alone[9] == 4.0 and alone[[1, 2]].isna().all()
 
@@ -228,6 +228,21 @@ def test_long_series_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     assert shorter["v"][:10] == long["v"][:10]
     whole = page_data(runs, compare.sections(runs), title="t")
     assert whole["width"] == 1 and len(whole["series"][0]["0"]["v"]) == 1000
+
+
+def test_the_line_of_seeds_of_different_speed_goes_on_from_step_to_step(tmp_path: Path) -> None:
+    for seed, (seconds, steps) in enumerate(((30.0, range(1, 7)), (60.0, range(1, 4)), (90.0, range(3, 6)))):
+        values: dict[int, dict[str, float | None]] = {
+            step: {"m": None if (seed, step) == (1, 2) else 1.0, "timing_s/step": seconds} for step in steps
+        }
+        write(tmp_path / f"seed_{seed}" / "metrics.jsonl", values)
+    runs = compare.load([tmp_path])
+    step, time = compare.axes(runs)
+    line = compare.group_line(runs, "m", time)
+    assert list(line["seeds"]) == [2, 1, 3, 2, 2, 1]
+    assert list(line["x"].diff().fillna(line["x"])) == pytest.approx([0.75, 0.75, 1, 1, 1, 0.5])  # minutes
+    assert list(compare.group_line(runs, "m", step)["x"]) == [1, 2, 3, 4, 5, 6]
+    assert compare.group_line(runs, "absent", time).empty
 
 
 @pytest.mark.seconds

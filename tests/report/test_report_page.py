@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -42,7 +43,7 @@ def history(offset: float, seed: int, last: int) -> Steps:
             "actor/grad_norm": 10.0 ** ((step + seed) % 5 - 2),
             "actor/entropy": 1.0 - step * 0.1,  # below 0 in the end
             "perf/total_num_tokens": 1000.0 + 100 * seed,
-            "timing_s/step": 30.0,
+            "timing_s/step": 30.0 * (1 + seed),
             HOSTILE: float(step),
         }
         if step % 5 == 0:
@@ -198,6 +199,8 @@ def test_the_page_computes_what_the_pictures_show(opened: headless.Page, runs: P
         assert ("single" in expected) == (axis != "tokens")
         for line in drawn:
             points = [point for point in line["points"] if point["v"] is not None and math.isfinite(point["v"])]
+            for one, following in itertools.pairwise(line["points"]):
+                assert one["x"] < following["x"] and one["step"] < following["step"]
             assert len(points) == len(expected[line["name"]])
             for got, want in zip(points, expected[line["name"]], strict=True):
                 assert (got["step"], got["seeds"]) == (want.step, want.seeds)
@@ -233,19 +236,30 @@ def test_hovering_shows_the_values_at_a_step(opened: headless.Page) -> None:
     assert opened.complaints() == []
 
 
-def test_what_is_dragged_over_is_enlarged_in_all_charts(opened: headless.Page) -> None:
+def drag(page: headless.Page, place: dict[str, float]) -> None:
+    """From a quarter to the half of a chart."""
+    left, right = (place["x"] + place["width"] * share for share in (0.25, 0.5))
+    for kind, x in (("mouseMoved", left), ("mousePressed", left), ("mouseMoved", right), ("mouseReleased", right)):
+        move(page, x, place["y"] + 60, kind, button="left", buttons=int(kind != "mouseReleased"), clickCount=1)
+
+
+def test_what_is_dragged_over_is_enlarged_in_all_charts(opened: headless.Page, browser: headless.Browser) -> None:
     ranges = "panels.map(panel => [panel.chart.scales.x.min, panel.chart.scales.x.max])"
     assert opened.run(ranges) == [[0, STEPS]] * 4
     place = box(opened, "Gradient norm")
-    left, right, middle = (place["x"] + place["width"] * share for share in (0.25, 0.5, 0.4))
-    for kind, x in (("mouseMoved", left), ("mousePressed", left), ("mouseMoved", right), ("mouseReleased", right)):
-        move(opened, x, place["y"] + 60, kind, button="left", buttons=int(kind != "mouseReleased"), clickCount=1)
+    middle = place["x"] + place["width"] * 0.4
+    drag(opened, place)
     for low, high in opened.run(ranges):
         assert (low, high) == (pytest.approx(5, abs=0.2), pytest.approx(10, abs=0.2))
     # What is drawn later is enlarged like the others.
     opened.choose("#band", "none")
     settle(opened)
     assert opened.run(ranges)[0] == [pytest.approx(5, abs=0.2), pytest.approx(10, abs=0.2)]
+    again = browser.open(opened.run("location.href"), width=1300, height=2400)
+    settle(again)
+    assert again.run(ranges) == [opened.run("zoom")] * 4
+    again.run("void (location.hash = '#x=tokens')")  # other units
+    again.until("state.x === 'tokens' && zoom === null")
     opened.choose("#x", "tokens")
     settle(opened)
     assert opened.run(ranges)[0][0] == 0
@@ -254,7 +268,69 @@ def test_what_is_dragged_over_is_enlarged_in_all_charts(opened: headless.Page) -
     for count in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
             move(opened, middle, place["y"] + 60, kind, button="left", clickCount=count)
-    assert opened.run(ranges) == [[0, STEPS]] * 4
+    assert opened.run(ranges) == [[0, STEPS]] * 4 and "from=" not in opened.run("location.hash")
+    # Where nothing is drawn there is nothing to enlarge.
+    opened.run("turn(() => true, false)")
+    settle(opened)
+    drag(opened, place)
+    assert opened.run("zoom === null && !location.hash.includes('from=')")
+    assert opened.complaints() == again.complaints() == []
+
+
+def test_labels_of_the_axes_tell_their_marks_apart(browser: headless.Browser, tmp_path: Path) -> None:
+    steps: Steps = {}
+    for step in range(1, 101):
+        steps[step] = {"critic/score/mean": 61.2341 + 0.0003 * math.sin(step), "actor/grad_norm": 2.0**step}
+        steps[step] |= {"response_length/mean": 12341 + 8 * math.sin(step / 5), "perf/total_num_tokens": 1.2e7}
+    write(tmp_path / "metrics.jsonl", steps)
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    for hash in ("", "#from=12&to=14", "#x=tokens", "#x=tokens&from=1.19e9&to=1.193e9", "#log=1"):
+        page = browser.open((tmp_path / "page.html").as_uri() + hash, width=1300, height=1000)
+        settle(page)
+        axes = page.run("panels.flatMap(panel => panel.chart.axes.map(axis => [axis._splits, axis._values]))")
+        assert len(axes) == 6
+        for places, texts in axes:
+            said = [(at, text) for at, text in zip(places, texts, strict=True) if text]
+            assert 1 < len(said) == len({text for _, text in said}), texts
+            for at, text in said:
+                number = float(text.strip("kMGT")) * {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1)
+                assert number == pytest.approx(at, rel=1e-9, abs=1e-9)
+        if hash == "":
+            assert axes[0][1] == [str(step) for step in axes[0][0]]
+        # No label is wider than its place.
+        assert all(
+            page.run(
+                "panels.map(p => p.chart.axes[1]._size >= 10 + 5 * Math.max(...p.chart.axes[1]._values"
+                ".map(text => (text || '').length)))"
+            )
+        )
+        assert page.complaints() == []
+
+
+def test_steps_that_add_nothing_to_the_axis_are_all_drawn(browser: headless.Browser, tmp_path: Path) -> None:
+    steps: Steps = {step: {"critic/score/mean": float(step)} for step in range(1, 21)}
+    for step in range(11, 21):
+        steps[step]["perf/total_num_tokens"] = 1000.0
+    write(tmp_path / "a" / "metrics.jsonl", steps)
+    every: Steps = {step: {"critic/score/mean": 0.0, "perf/total_num_tokens": 900.0} for step in range(1, 21)}
+    write(tmp_path / "b" / "metrics.jsonl", every)
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    page = browser.open((tmp_path / "page.html").as_uri() + "#x=tokens", width=1300, height=1000)
+    settle(page)
+    assert panel(page, "Training reward", "chart.data[1].filter(v => v != null)") == list(range(1, 21))
+    assert page.complaints() == []
+
+
+def test_the_axes_are_readable_in_another_colour_scheme(opened: headless.Page) -> None:
+    drawn = "chart.ctx.canvas.toDataURL()"
+    before = panel(opened, "Gradient norm", drawn)
+    seen = []
+    for scheme in ("dark", "light"):
+        opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        settle(opened)
+        settle(opened)
+        seen.append(panel(opened, "Gradient norm", drawn))
+    assert seen[0] != before == seen[1]
     assert opened.complaints() == []
 
 
@@ -378,7 +454,8 @@ def test_sections_unfold_and_what_is_below_is_drawn_on_the_way(browser: headless
     page.click("h2 button", 0)
     settle(page)
     assert len(page.texts(".panel")) == 35
-    assert panel(page, "mix/trloo/share", "chart === undefined")  # far below
+    # Far below, and as high as it will be.
+    assert panel(page, "mix/trloo/share", "chart === undefined && node.querySelector('.plot').clientHeight === 220")
     page.run("window.scrollTo(0, document.body.scrollHeight)")
     page.until("window.scrollY > 1000")
     settle(page)
@@ -449,7 +526,7 @@ def test_a_page_that_follows_its_runs_keeps_what_was_chosen(
         try:
             page = browser.open(f"http://127.0.0.1:{serving.server_port}/live", width=1300, height=2400)
             asked(lambda: settle(page))
-            asked(lambda: page.run("history.replaceState(null, '', '#smooth=3')"))
+            asked(lambda: page.run("history.replaceState(null, '', '#smooth=3&from=1.5&to=3')"))
             write(tmp_path / "run" / "metrics.jsonl", {**history(0.0, 0, 9), 10: {"only/later": 1.0}})
             until, shown = time.monotonic() + 120, False
             while not shown and time.monotonic() < until:
@@ -459,6 +536,7 @@ def test_a_page_that_follows_its_runs_keeps_what_was_chosen(
                 time.sleep(0.1)
             assert shown
             asked(lambda: settle(page))
-            assert asked(lambda: page.run("location.hash")) == "#smooth=3"
+            assert asked(lambda: page.run("location.hash")) == "#smooth=3&from=1.5&to=3"
+            assert asked(lambda: page.run("panels[0].chart.scales.x.max")) == 3
         finally:
             serving.shutdown()

@@ -105,10 +105,17 @@ def test_it_cannot_find_what_is_expected() -> None:
 def test_the_first_tests_decide_whether_the_others_run() -> None:
     tests = {"inputs": [str(i) for i in range(FIRST + 5)], "outputs": [str(i) for i in range(FIRST + 5)]}
     wrong = score("n = int(input())\nprint(n if n != 3 else 0)", tests)
-    assert wrong["score"] == 0.9 and wrong["sandbox_calls"] == FIRST
+    assert wrong["score"] == pytest.approx(9 / 15) and wrong["sandbox_calls"] == FIRST
     late = score("n = int(input())\nprint(min(n, 13))", tests)
     assert late["score"] == pytest.approx(14 / 15) and late["acc"] == 0.0
     assert score("print(input())", tests)["acc"] == 1.0
+
+
+def test_a_crash_earns_no_reward() -> None:
+    """A program that stops early, so that fewer tests are run, gets no more than one that goes on."""
+    tests = {"inputs": [str(i) for i in range(40)], "outputs": [str(i) if i < FIRST else "no" for i in range(40)]}
+    assert score("print(input())", tests)["score"] == FIRST / 40
+    assert score("n = int(input())\nassert n\nprint(n)", tests)["score"] == (FIRST - 1) / 40
 
 
 def test_a_test_that_is_too_long_is_named() -> None:

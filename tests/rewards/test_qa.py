@@ -15,7 +15,7 @@ from verl_ext.rewards.qa import compute_score, exact_match, extract, f1, normali
 def test_normalization() -> None:
     assert normalize("  The  Eiffel-Tower, in a PARIS! ") == "eiffeltower in paris"
     assert normalize("another theme") == "another theme"  # articles are words, not letters
-    assert normalize("the a an") == ""
+    assert (normalize("The  A."), normalize(" +"), normalize(" ")) == ("the a", "+", "")  # nothing else is there
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,12 @@ def test_normalization() -> None:
         ("London", ["Paris"], 0.0, 0.0),
         ("yes it is", ["yes"], 0.0, 0.0),
         ("yes", ["Yes."], 1.0, 1.0),
-        ("the", ["a"], 1.0, 1.0),
+        ("the", ["a"], 0.0, 0.0),
+        (".", ["A"], 0.0, 0.0),
+        ("A.", ["a"], 1.0, 1.0),
+        ("-", ["+"], 0.0, 0.0),
+        (" + ", ["+"], 1.0, 1.0),
+        (".", [""], 0.0, 0.0),
     ],
 )
 def test_scores(answer: str, accepted: list[str], em: float, overlap: float) -> None:

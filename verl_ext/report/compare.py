@@ -284,14 +284,22 @@ def smoothed(curve: pandas.Series, window: int) -> pandas.Series:
 def group_line(runs: Sequence[Run], metric: str, axis: Axis, window: int = 1) -> pandas.DataFrame:
     """The line of a group: its seeds smoothed, then met at each step.
 
-    A row a step, in order of x: ``step``, and over the seeds that have a finite value the means ``x`` and ``mean``,
+    A row a step, ascending: ``step``, ``x`` (`shared_positions`), and over the seeds that have a finite value ``mean``,
     ``std`` (ddof 1; 0 for one seed), ``low``, ``high`` and their number ``seeds``.
     """
-    seeds = [
-        pandas.DataFrame({"x": positions(run, axis), "value": smoothed(run.log.curves[metric], window)}).dropna()
-        for run in runs
-        if metric in run.log.curves
-    ] or [pandas.DataFrame({"x": [], "value": []})]
-    steps = pandas.concat(seeds).rename_axis("step").groupby("step")
-    values = steps["value"].agg(mean="mean", std="std", low="min", high="max", seeds="count").fillna({"std": 0.0})
-    return values.assign(x=steps["x"].mean()).sort_values("x", kind="stable").reset_index()
+    places = {run.name: positions(run, axis) for run in runs if metric in run.log.curves}
+    seeds = [run for run in runs if len(places.get(run.name, ()))]
+    curves = [smoothed(run.log.curves[metric], window).dropna() for run in seeds] or [pandas.Series(dtype=float)]
+    steps = pandas.concat(curves).rename_axis("step").groupby(level="step")
+    values = steps.agg(mean="mean", std="std", low="min", high="max", seeds="count").fillna({"std": 0.0})
+    x = shared_positions([places[run.name] for run in seeds]) if axis.metric and seeds else values.index.to_series()
+    return values.assign(x=x.reindex(values.index)).reset_index()
+
+
+def shared_positions(places: Sequence[pandas.Series]) -> pandas.Series:
+    """x by step of seeds together: what a step adds is the mean over the seeds that reach it. While all go on that is
+    the mean of their x, and it grows from step to step also where some have ended.
+    """
+    table = pandas.concat(places, axis=1).sort_index()
+    table = table.ffill().where(table.bfill().notna())
+    return table.diff().fillna(table).mean(axis=1).cumsum()

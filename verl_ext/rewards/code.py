@@ -31,7 +31,8 @@ LARGE = 10**6
 """From here on a tolerance would take one whole number for another."""
 
 FIRST = 10
-"""So many tests are run first, the others if these pass; as in verl, a wrong program is scored by these."""
+"""So many tests are run first, the others if these pass. Those that are not run count as failed, so that a program
+which fails one test less never gets less (verl scores a wrong program by these alone)."""
 
 
 def compute_score(
@@ -54,7 +55,7 @@ def compute_score(
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
-        ``score``: the share of the tests that pass, ``acc``: 1.0 if all do; ``judge_<reason>``: how many ended without
+        ``score``: the share of all tests that pass, ``acc``: 1.0 if all do; ``judge_<reason>``: how many ended without
         output, by :data:`verl_ext.rewards.judge.REASONS`; ``sandbox_calls`` and ``sandbox_seconds``.
 
     Raises:
@@ -79,7 +80,7 @@ def compute_score(
             runs.append(run)
     counts = [run.counts() for run in runs]
     numbers = {name: sum(count[name] for count in counts) for name in counts[0]}
-    return {"score": passed / len(runs), "acc": float(passed == len(tests)), **numbers}
+    return {"score": passed / len(tests), "acc": float(passed == len(tests)), **numbers}
 
 
 def _check_length(case: Any, function: str | None, timeout_s: float) -> None:

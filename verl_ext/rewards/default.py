@@ -2,8 +2,8 @@
 """verl's rewards by data source, with those that run or evaluate what a model wrote in the sandbox.
 
 A run with a recipe of ours that names no reward function gets this one in place of verl's
-``default_compute_score``. Programs are judged by `verl_ext.rewards.code`; verl's own functions for the rest: outside
-the sandbox those known to compare texts, inside it all others, also ones that a later verl adds.
+``default_compute_score``. Programs are judged by `verl_ext.rewards.code`, by all of their tests; verl's own functions
+for the rest: outside the sandbox those known to compare texts, inside it all others, also ones that a later verl adds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compute_score(
     timeout_s: float = 10.0,
     **kwargs: Any,
 ) -> float | Mapping[str, Any]:
-    """The reward of an answer as verl gives it.
+    """The reward of an answer as verl gives it, but for programs.
 
     Args:
         data_source: of the row.
@@ -44,7 +44,7 @@ def compute_score(
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
-        What verl returns; from the sandbox ``score``, ``acc``, and the numbers of
+        What verl returns, or `verl_ext.rewards.code` does; from the sandbox ``score``, ``acc``, and the numbers of
         :meth:`verl_ext.rewards.judge.Judgement.counts`.
 
     Raises:

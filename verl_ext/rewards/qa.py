@@ -2,7 +2,7 @@
 """Question answering: exact match and token F1 of short answers, as in SQuAD (arXiv 1606.05250) and Search-R1.
 
 Texts are compared in lower case, without punctuation and the articles a, an and the, with single blanks. Of several
-accepted answers the best counts.
+accepted answers the best counts. An answer of articles or punctuation alone keeps them: "A" is none but "a".
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _ANSWER = re2.compile(r"(?is)<answer>(.*?)</answer>")  # linear, also in opening
 
 
 def normalize(text: str) -> str:
-    """Lower case, no punctuation, no articles, single blanks."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Lower case, no punctuation, no articles, single blanks; articles or punctuation that are all there is stay."""
+    lower = text.lower()
+    words = lower.translate(_PUNCTUATION)
+    return next((" ".join(one.split()) for one in (_ARTICLES.sub(" ", words), words, lower) if one.strip()), "")
 
 
 def exact_match(answer: str, accepted: list[str]) -> float:
@@ -34,7 +36,7 @@ def exact_match(answer: str, accepted: list[str]) -> float:
 def f1(answer: str, accepted: list[str]) -> float:
     """Best harmonic mean of precision and recall over the words of the normalised texts, in [0, 1].
 
-    Two texts that are both empty after normalisation are equal (1.0); yes, no and noanswer match only themselves.
+    Two empty texts are equal (1.0); yes, no and noanswer match only themselves.
     """
     return max(_f1(normalize(answer).split(), normalize(one).split()) for one in accepted)
 

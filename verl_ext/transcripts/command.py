@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from verl_ext import live
-from verl_ext.overrides import positive
+from verl_ext.overrides import UsageError, positive
 from verl_ext.transcripts import page
 from verl_ext.transcripts.read import OUTCOMES, Choice, TranscriptError, as_text, listing, read, step_files
 
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Show the transcripts that the command line names. Raises TranscriptError: there are none."""
     choice = Choice(steps=args.step, trajectory=args.trajectory, agent=args.agent, outcome=args.outcome)
     if args.watch is not None:
+        if args.html is not None:
+            raise UsageError("--watch serves the page and writes no file: leave out --html, or --watch")
         return live.watch(lambda: _page(args, choice)[0], args.watch)
     if args.html is not None:
         if args.html.suffix.lower() not in (".html", ".htm"):

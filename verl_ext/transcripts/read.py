@@ -83,6 +83,8 @@ def read(run: str | Path, choice: Choice) -> list[dict[str, Any]]:
         asked = str(steps[0]) if steps[0] == steps[1] else f"{steps[0]}-{steps[1]}"
         raise TranscriptError(f"no transcripts of step {asked}; there are steps {_ranges(files)}")
     records = [record for step in wanted for record in _lines(files[step])]
+    # A whole id may be the beginning of others: that of sample 1 is, of sample 10.
+    records = [record for record in records if str(record["trajectory"]) == choice.trajectory] or records
     chosen = [record for record in records if choice.wants(record)]
     if not chosen:
         raise TranscriptError(_nothing(choice, records))

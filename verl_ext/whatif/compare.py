@@ -135,7 +135,7 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
         a, size = flat(each), of_rows([one.abs() for one in each])
         alone[name] = _batch_wide(records[0], each[0], name)
         alphas[name] = alphas_of(name, False, alone[name])
-        scale = signal_of(each, name) / unit if unit > 0 else 0.0
+        scale = signal_of(each, name) / unit if unit > 0 else None
         statistics[name] = {
             "std": float(a.std()) if len(a) else 0.0,
             "max_abs": float(np.abs(a).max(initial=0.0)),
@@ -143,7 +143,7 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
             "zero_row_share": zero_share(_cat([one.abs().amax(1) for one in each])),
             **{what: _shares(size, one) for what, one in labels.items()},
             "scale": scale,
-            "noise": at_scale(power(each), scale, moment),
+            "noise": at_scale(power(each), scale or 0.0, moment),
             "resampled": None,
         }
 

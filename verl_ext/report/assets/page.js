@@ -38,10 +38,14 @@ function number(value, digits = 4) {
   const size = Math.abs(value), short = Number(value.toPrecision(digits));
   return size >= 1e6 || size < 1e-3 ? short.toExponential().replace("e+", "e") : String(short);
 }
-function short(value) {
+// So many that marks of an axis differ which are `apart` from each other.
+function digits(value, apart) {
+  return Math.min(15, Math.max(1, 2 + Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(apart))));
+}
+function short(value, digits = 3) {
   for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
-    if (Math.abs(value) >= size) return number(value / (unit === "k" ? 1e3 : size), 3) + unit;
-  return number(value, 3);
+    if (Math.abs(value) >= size) return number(value / (unit === "k" ? 1e3 : size), digits) + unit;
+  return number(value, digits);
 }
 
 // ---- numbers -----------------------------------------------------------------------------------------------------
@@ -82,6 +86,31 @@ function shown(metric) {
   });
   return runs;
 }
+// x of seeds together, by step: what a step adds is the mean over the seeds that reach it. While all go on that is the
+// mean of their x, and it grows from step to step also where some have ended.
+function shared(runs) {
+  const steps = [...new Set(runs.flatMap(run => run.x.step))].sort((a, b) => a - b);
+  if (state.x === "step") return new Map(steps.map(step => [step, step]));
+  const next = runs.map(() => 0);
+  let x = 0;
+  return new Map(steps.map(step => {
+    let more = 0, going = 0;
+    runs.forEach(({ x: { step: own, [state.x]: places } }, k) => {
+      if (step < own[0] || step > own[own.length - 1]) return;
+      going++;
+      if (own[next[k]] !== step) return;
+      more += places[next[k]] - (next[k] ? places[next[k] - 1] : 0);
+      next[k]++;
+    });
+    return [step, x += more / going];
+  }));
+}
+// In a chart a line has one value at an x: steps that add nothing to it, as without tokens, stand a hair apart.
+function spread(points) {
+  const least = 1e-9 * (points.length && points[points.length - 1].x || 1);
+  points.forEach((point, k) => { if (k) point.x = Math.max(point.x, points[k - 1].x + least); });
+  return points;
+}
 // The lines of a panel: of each group the mean over its seeds, or of each run its own.
 function lines(metric, window) {
   const out = [];
@@ -96,25 +125,24 @@ function lines(metric, window) {
     if (state.band === "runs" || seeds.length === 1) {
       for (const { run, rare, points } of seeds)
         out.push({ ...look, group: g, name: seeds.length === 1 ? group.name : run.name, most: 1, rare,
-          points: points.map(point => ({ ...point, std: 0, seeds: Number.isFinite(point.v) ? 1 : 0 })) });
+          points: spread(points.map(point => ({ ...point, std: 0, seeds: Number.isFinite(point.v) ? 1 : 0 }))) });
       return;
     }
-    const at = new Map();
+    const at = new Map(), together = shared(seeds.map(seed => seed.run));
     for (const seed of seeds) for (const point of seed.points) {
       if (!at.has(point.step)) at.set(point.step, []);
       at.get(point.step).push(point);
     }
     const met = [...at].map(([step, all]) => {
       const finite = all.filter(point => Number.isFinite(point.v)), n = finite.length;
-      const mean = key => finite.reduce((sum, point) => sum + point[key], 0) / n;
-      if (!n) return { step, x: all[0].x, v: NaN, low: NaN, high: NaN, std: 0, seeds: 0 };
-      const v = mean("v"), x = mean("x");
+      const x = together.get(step), v = finite.reduce((sum, point) => sum + point.v, 0) / n;
+      if (!n) return { step, x, v: NaN, low: NaN, high: NaN, std: 0, seeds: 0 };
       const std = n > 1 ? Math.sqrt(finite.reduce((sum, point) => sum + (point.v - v) ** 2, 0) / (n - 1)) : 0;
       return { step, x, v, std, seeds: n, low: Math.min(...finite.map(point => point.low)),
         high: Math.max(...finite.map(point => point.high)) };
-    }).sort((a, b) => a.x - b.x || a.step - b.step);
+    }).sort((a, b) => a.step - b.step);
     const rare = seeds.every(seed => seed.rare);
-    out.push({ ...look, group: g, name: group.name, most: seeds.length, rare, points: met });
+    out.push({ ...look, group: g, name: group.name, most: seeds.length, rare, points: spread(met) });
   });
   return out;
 }
@@ -126,17 +154,22 @@ function edges(line, point) {
 
 // ---- charts ------------------------------------------------------------------------------------------------------
 
-// The same for all panels: from the first to the last x of the runs, or to the mean of a group's last ones.
+// The same for all panels: from the first to the last x of the groups, or of the runs.
 function domain(all) {
   let low = Infinity, high = -Infinity;
   data.groups.forEach((_, g) => {
     const known = data.runs.filter((run, r) => run.group === g && !state.off.has(r) && run.x[state.x]);
-    const last = known.map(run => run.x[state.x][run.x[state.x].length - 1]);
     if (!known.length) return;
-    low = Math.min(low, ...known.map(run => run.x[state.x][0]));
-    high = Math.max(high, state.x === "step" ? Math.max(...last) : last.reduce((sum, x) => sum + x, 0) / last.length);
+    for (const runs of state.band === "runs" ? known.map(run => [run]) : [known]) {
+      const places = [...shared(runs).values()];
+      low = Math.min(low, places[0]);
+      high = Math.max(high, places[places.length - 1]);
+    }
   });
-  for (const line of all) for (const point of line.points) high = Math.max(high, point.x);
+  for (const { points } of all) if (points.length) {
+    low = Math.min(low, points[0].x);
+    high = Math.max(high, points[points.length - 1].x);
+  }
   if (low > high) return [0, 1];
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
@@ -196,27 +229,32 @@ function paint(panel) {
         filter: ({ data }) => data[0].flatMap((x, k) => dots.has(x) && data[name][k] != null ? [k] : []) } });
     for (const point of own) steps.set(point.x, point.step);
   }
-  const ink = getComputedStyle(document.body).color, width = Math.max(200, plot.clientWidth);
-  const look = { stroke: ink, font: FONT, labelFont: FONT, grid: { stroke: "#8884", width: 1 },
+  const width = Math.max(200, plot.clientWidth), reach = domain(all);
+  const look = { stroke: () => getComputedStyle(document.body).color, font: FONT, labelFont: FONT, grid: { stroke: "#8884", width: 1 },
     ticks: { show: false } };
   const whole = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
-  const texts = text => (chart, places) => places.map(place => place === null ? null : text(place));
+  const texts = text => (chart, places, which, space, apart) => places.map(place => place === null ? null
+    : text(place, which === 1 && log ? 4 : digits(place, apart)));
+  const room = (chart, texts) => Math.max(52, 14 + 6 * Math.max(...(texts || []).map(text => (text || "").length)));
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", panel.title);
   panel.chart = new uPlot({
     width, height: HEIGHT, series, bands, padding: [10, 12, 0, 0],
-    scales: { x: { time: false, range: () => zoom || domain(all) }, y: { distr: log ? 3 : 1 } },
-    axes: [{ ...look, label: axis.label, labelSize: 14, labelGap: 0, size: 22, values: texts(short),
+    scales: { x: { time: false, range: () => zoom || reach }, y: { distr: log ? 3 : 1 } },
+    axes: [{ ...look, label: axis.label, labelSize: 14, labelGap: 0, size: 22, values: texts(axis.name === "step" ? number : short),
       ...axis.name === "step" ? { incrs: whole } : {} },
-      { ...look, size: 52, values: texts(number) }],
+      { ...look, size: room, values: texts(number) }],
     cursor: { y: false, points: { size: 7 }, sync: { key: "panels" },
       hover: { prox: () => Math.max(8, width / 40), skip: [null, undefined] },
-      bind: { dblclick: (chart, node, act) => event => { zoom = null; act(event); } } },
+      bind: { dblclick: (chart, node, act) => event => { zoom = null; address(); act(event); } } },
     hooks: {
       // What is said of the lines stands on the side where the cursor is not.
       setCursor: [chart => chart.root.classList.toggle("aside", 2 * chart.cursor.left < chart.over.clientWidth)],
-      setSelect: [chart => { zoom = chart.select.width > 0
-        ? [0, chart.select.width].map(more => chart.posToVal(chart.select.left + more, "x")) : zoom; }],
+      setSelect: [({ data: [x], posToVal, select: { left, width } }) => {
+        if (!width || !x.length) return;
+        zoom = [left, left + width].map(at => Number(posToVal(at, "x").toPrecision(7)));
+        address();
+      }],
       draw: [chart => { for (const mark of bad) cross(chart, mark); }],
     },
   }, all.length ? uPlot.join(tables) : [[], ...tables], plot);
@@ -320,11 +358,17 @@ function apply() {
     node.setAttribute("aria-pressed", String(!isOff(Number(node.dataset.group)))));
   document.querySelectorAll("#runs input").forEach((box, r) => { box.checked = !state.off.has(r); });
   document.querySelectorAll("#list input").forEach(box => { box.checked = state.chosen.includes(Number(box.value)); });
+  address();
+  for (const panel of panels) panel.dirty = true;
+  soon();
+}
+function address() {
   const hash = new URLSearchParams();
   if (state.x !== data.axes[0].name) hash.set("x", state.x);
   if (state.smooth !== data.smooth) hash.set("smooth", state.smooth);
   if (state.band !== "std") hash.set("band", state.band);
   if (state.log) hash.set("log", "1");
+  if (zoom) ["from", "to"].forEach((name, k) => hash.set(name, zoom[k]));
   data.runs.forEach((run, r) => { if (state.off.has(r)) hash.append("off", run.name); });
   for (const name of state.flip) hash.append("flip", name);
   for (const name of state.more) hash.append("more", name);
@@ -332,8 +376,6 @@ function apply() {
   if (names.join("\n") !== first.join("\n"))
     for (const name of names.length ? names : [""]) hash.append("metric", name);
   if (location.hash.slice(1) !== String(hash)) history.replaceState(null, "", "#" + hash);
-  for (const panel of panels) panel.dirty = true;
-  soon();
 }
 const first = given ? given.panels.map(panel => data.metrics[panel.metric]) : [];
 function restore() {
@@ -342,6 +384,8 @@ function restore() {
   state.smooth = Math.max(1, Math.floor(Number(hash.get("smooth"))) || data.smooth);
   state.band = ["std", "range", "none", "runs"].includes(hash.get("band")) ? hash.get("band") : "std";
   state.log = hash.get("log") === "1";
+  const [from, to] = ["from", "to"].map(name => hash.has(name) ? Number(hash.get(name)) : NaN);
+  zoom = from < to ? [from, to] : null;
   const off = hash.getAll("off");
   state.off = new Set(data.runs.map((run, r) => r).filter(r => off.includes(data.runs[r].name)));
   state.flip = new Set(hash.getAll("flip"));
@@ -406,7 +450,8 @@ data.runs.forEach((run, r) => {
   $("runs").querySelector("tbody").append(row);
 });
 $("about").textContent = "A group's line is the mean over its seeds at each step; where some of them have no "
-  + "value it is dotted. The standard deviation is that of a sample (n - 1). Smoothing is the mean of the last "
+  + "value it is dotted. On tokens and training time a step takes the mean of what it took those that reach it. "
+  + "The standard deviation is that of a sample (n - 1). Smoothing is the mean of the last "
   + "steps, of each seed before they meet; the values themselves stay faintly visible. "
   + "Drag over a chart to enlarge that stretch in all of them, double click to see all again. "
   + "Training time is the sum of the steps' own, without validation and checkpoints." + (data.width > 1
@@ -425,5 +470,7 @@ $("smooth").addEventListener("input", () => {
 window.addEventListener("hashchange", restore);
 window.addEventListener("scroll", soon, { passive: true });
 window.addEventListener("resize", () => { for (const panel of panels) panel.dirty = true; soon(); });
+for (const query of ["(prefers-color-scheme: dark)", "print"])
+  matchMedia(query).addEventListener("change", () => { for (const { chart } of panels) if (chart) chart.redraw(false); });
 window.addEventListener("beforeprint", () => { for (const panel of panels) if (panel.dirty) paint(panel); });
 restore();

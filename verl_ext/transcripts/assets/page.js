@@ -3,7 +3,7 @@
 "use strict";
 const all = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
-const PAGE = 300;
+const PAGE = 300, FILTERS = ["step", "agent", "outcome", "text"];
 let shown = [], current = 0, room = PAGE;
 
 function make(tag, className, text) {
@@ -36,15 +36,19 @@ function holds(record, want) {
 }
 function apply(keep) {
   const before = shown[current];
-  const want = Object.fromEntries(["step", "agent", "outcome", "text"].map(name => [name, $(name).value]));
+  const want = Object.fromEntries(FILTERS.map(name => [name, $(name).value]));
   shown = all.filter(record => holds(record, want));
   current = Math.max(0, keep && before ? shown.indexOf(before) : 0);
   room = Math.max(PAGE, current + 1);
-  const hash = new URLSearchParams();
-  for (const [name, value] of Object.entries(want)) if (value) hash.set(name, value);
-  if (location.hash.slice(1) !== String(hash)) history.replaceState(null, "", "#" + hash);
   list();
   detail();
+}
+// What is chosen is in the address; the trajectory by its name, as others come before it when a page is made anew.
+function address() {
+  const hash = new URLSearchParams(), record = shown[current];
+  for (const name of FILTERS) if ($(name).value) hash.set(name, $(name).value);
+  if (record) { hash.set("trajectory", record.trajectory); hash.set("of", record.step); }
+  if (location.hash.slice(1) !== String(hash)) history.replaceState(null, "", "#" + hash);
 }
 function list() {
   const target = $("list");
@@ -91,6 +95,7 @@ function bar(value, largest) {
 }
 function detail() {
   const target = $("detail"), record = shown[current];
+  address();
   target.replaceChildren();
   target.scrollTop = 0;
   if (!record) { target.append(make("p", "", "No trajectory is chosen by these filters.")); return; }
@@ -144,11 +149,14 @@ options($("step"), [...new Set(all.map(record => record.step))]);
 options($("agent"), [...new Set(all.flatMap(record => record.agents))].sort());
 function restore() {
   const hash = new URLSearchParams(location.hash.slice(1));
-  for (const name of ["step", "agent", "outcome", "text"]) {
+  for (const name of FILTERS) {
     $(name).value = hash.get(name) || "";
     if ($(name).selectedIndex === -1) $(name).value = "";
   }
-  apply(false);
+  const named = record => record.trajectory === hash.get("trajectory") && String(record.step) === hash.get("of");
+  shown = all.filter(named);
+  current = 0;
+  apply(true);
 }
 for (const name of ["step", "agent", "outcome"]) $(name).addEventListener("change", () => apply(true));
 $("text").addEventListener("input", () => apply(true));
@@ -159,7 +167,19 @@ document.addEventListener("keydown", event => {
   if (!move || current + move < 0 || current + move >= shown.length) return;
   event.preventDefault();
   choose(current + move);
+  find();
+});
+function find() {
   const chosen = document.querySelector("#list button[aria-current=true]");
   if (chosen) chosen.scrollIntoView({ block: "nearest" });
-});
+}
+// How far a reader has scrolled outlives a page that loads itself again.
+const PLACES = ["list", "detail"];
+window.addEventListener("pagehide", () =>
+  sessionStorage.setItem(location.href, JSON.stringify(PLACES.map(name => $(name).scrollTop))));
 restore();
+find();
+try {
+  const places = JSON.parse(sessionStorage.getItem(location.href) || "[]");
+  PLACES.forEach((name, k) => { $(name).scrollTop = places[k] || $(name).scrollTop; });
+} catch { /* a browser that keeps nothing */ }

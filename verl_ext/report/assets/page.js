@@ -230,8 +230,8 @@ function paint(panel) {
     for (const point of own) steps.set(point.x, point.step);
   }
   const width = Math.max(200, plot.clientWidth), reach = domain(all);
-  const look = { stroke: () => getComputedStyle(document.body).color, font: FONT, labelFont: FONT, grid: { stroke: "#8884", width: 1 },
-    ticks: { show: false } };
+  const look = { stroke: () => getComputedStyle(document.body).color, font: FONT, labelFont: FONT,
+    grid: { stroke: "#8884", width: 1 }, ticks: { show: false } };
   const whole = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
   const texts = text => (chart, places, which, space, apart) => places.map(place => place === null ? null
     : text(place, which === 1 && log ? 4 : digits(place, apart)));
@@ -241,8 +241,8 @@ function paint(panel) {
   panel.chart = new uPlot({
     width, height: HEIGHT, series, bands, padding: [10, 12, 0, 0],
     scales: { x: { time: false, range: () => zoom || reach }, y: { distr: log ? 3 : 1 } },
-    axes: [{ ...look, label: axis.label, labelSize: 14, labelGap: 0, size: 22, values: texts(axis.name === "step" ? number : short),
-      ...axis.name === "step" ? { incrs: whole } : {} },
+    axes: [{ ...look, label: axis.label, labelSize: 14, labelGap: 0, size: 22,
+      ...axis.name === "step" ? { incrs: whole, values: texts(number) } : { values: texts(short) } },
       { ...look, size: room, values: texts(number) }],
     cursor: { y: false, points: { size: 7 }, sync: { key: "panels" },
       hover: { prox: () => Math.max(8, width / 40), skip: [null, undefined] },

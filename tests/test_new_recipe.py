@@ -63,7 +63,14 @@ def test_a_method_that_cannot_be_loaded_is_refused_by_name_and_harms_no_other(in
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("My-Method", "is no name for a method"), ("trloo", "a recipe already"), ("json", "module that is installed")],
+    [
+        ("My-Method", "is no name for a method"),
+        ("trloo", "a recipe already"),
+        ("json", "module that is installed"),
+        ("gamma", "a key of the algorithm node already, algorithm.gamma"),
+        ("rejection_normalise", "a key of the algorithm node already"),
+        ("gae", "an estimator already"),
+    ],
 )
 def test_a_name_that_cannot_be_used_is_refused(
     name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from verl_ext.overrides import UsageError
-from verl_ext.recipes import METHODS_GROUP, recipes
+from verl_ext.recipes import METHODS_GROUP, compose, documented_keys, recipes
 
 METHOD = '''"""NAME: what it is for, and where it is published.
 
@@ -148,8 +148,15 @@ def new_recipe(name: str, out: Path) -> Path:
         raise UsageError(f"{name!r} is no name for a method: use lower-case letters, digits and _, such as my_method.")
     if name == "mix" or name in [recipe.name for recipe in recipes()]:
         raise UsageError(f"{name!r} is the name of a recipe already; choose another.")
+    stated = [key.split(".") for keys in documented_keys(*(one.path for one in recipes())) for key in keys]
+    if name in compose([])["algorithm"] or ["algorithm", name] in [key[:2] for key in stated]:
+        raise UsageError(f"{name!r} is a key of the algorithm node already, algorithm.{name}; choose another.")
     if importlib.util.find_spec(name) is not None:
         raise UsageError(f"{name!r} is the name of a Python module that is installed; choose another.")
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    if name in ADV_ESTIMATOR_REGISTRY:
+        raise UsageError(f"{name!r} is the name of an estimator already; choose another.")
     folder = out / name
     if folder.exists():
         raise UsageError(f"{folder} exists already; choose another name or another --out.")

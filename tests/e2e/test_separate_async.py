@@ -52,6 +52,8 @@ def test_each_model_has_rollout_servers_of_its_own(standing_lab: Lab) -> None:
             "+verl_ext.orchestra.modules=[seeded_team]",
             f"+verl_ext.models.other.model.path={other}",
             "+verl_ext.orchestra.agents.critic.model=other",
+            "+verl_ext.models.other.model.lora_rank=4",  # an adapter, merged into what its servers are sent
+            "+verl_ext.models.other.model.lora.merge=true",
             f"+verl_ext.models.still={{trained: false, model: {{path: {other}}}, pool: {{n_gpus_per_node: 1}}}}",
             "+verl_ext.orchestra.agents.judge.model=still",
             "trainer.save_freq=1",
@@ -71,5 +73,6 @@ def test_each_model_has_rollout_servers_of_its_own(standing_lab: Lab) -> None:
         assert metrics["model/still/rows"] == 16 and any(key.startswith("val-") for key in metrics)
     for name in ("policy", "other"):
         one, two = (weights(run, name, step=step) for step in (1, 2))
-        assert all(not torch.equal(one[key], two[key]) for key in one)
+        trained = [key for key in one if name == "policy" or ".lora_" in key]
+        assert trained and all(not torch.equal(one[key], two[key]) for key in trained)
     assert eventually(lambda: not processes(run.folder)), processes(run.folder)

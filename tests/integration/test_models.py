@@ -39,6 +39,7 @@ RUN = (
     "+verl_ext.orchestra.name=solver_verifier",
 )
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
+SERVERS = (SEPARATE, "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
 TWO = ("+verl_ext.models.small.trained=true", "+verl_ext.orchestra.agents.verifier.model=small")
 
 
@@ -196,6 +197,19 @@ class TestConfiguration:
                 [SEPARATE, "+verl_ext.models.small.actor.ppo_mini_batch_size=2"],
                 r"small\.actor\.ppo_mini_batch_size=2 with .*separate_async.*set verl_ext\.models\.small\.updates_per",
             ),
+            *(
+                (
+                    [*SERVERS, f"{key}={value}"],
+                    rf"{where}actor_rollout_ref\.model\.{key.split('model.')[1]}={value} with .*{SEPARATE}: .*"
+                    r"without the adapter.* Set actor_rollout_ref\.model\.lora\.merge=true",
+                )
+                for key, value, where in (
+                    ("actor_rollout_ref.model.lora_rank", 8, "^"),
+                    ("actor_rollout_ref.model.lora.rank", 8, "^"),
+                    ("actor_rollout_ref.model.lora_adapter_path", "x", "^"),
+                    ("+verl_ext.models.small.model.lora_rank", 8, r"models\.small: "),
+                )
+            ),
             (
                 [SEPARATE],
                 r"small\.rollout\.nnodes is 0 with .*separate_async.*actor_rollout_ref\.rollout\.nnodes, to at",
@@ -326,6 +340,11 @@ class TestConfiguration:
         with pytest.raises(OptionError, match=message):
             checks.check(config(*TWO, loop, *data))
         checks.check(config(*TWO, loop, f"data.train_files={files[1]}", data[1]))
+
+    def test_an_adapter_goes_to_servers_apart_from_training_where_it_is_merged(self) -> None:
+        adapter = "actor_rollout_ref.model.lora_rank=8"
+        checks.check(config(*TWO, *SERVERS, adapter, "actor_rollout_ref.model.lora.merge=true"))
+        checks.check(config(*TWO, "trainer.v1.trainer_mode=colocate_async", adapter))
 
     def test_a_model_has_a_filter_of_its_own(self) -> None:
         made = config(*TWO, "+recipe=[dr_mas,kpo,cpu]", "+verl_ext.models.small.actor.policy_loss.kalman_q=1e-3")

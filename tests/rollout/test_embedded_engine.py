@@ -8,9 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from verl_ext.rollout.embedded.engine import GenerationEngine, Request, kv_bytes_per_token
+from verl_ext.rollout.embedded.engine_thread import EngineThread
 from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
 
 VOCAB = 48
@@ -479,6 +487,35 @@ def test_one_long_request_after_many_short_ones_keeps_the_bound():
         torch.testing.assert_close(torch.tensor(long.logprobs), reference_logprobs(model, long), atol=2e-5, rtol=0)
 
 
+def test_the_bound_holds_for_latent_attention_too():
+    """transformers caches its keys and values unfolded: for every head, and of different widths."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=24,
+        v_head_dim=16,
+        max_position_embeddings=256,
+    )
+    per_token = kv_bytes_per_token(config, torch.float32)
+    assert per_token == 2 * 4 * (32 + 16) * 4
+    model = DeepseekV3ForCausalLM(config).eval()
+    engine = GenerationEngine(model, max_model_len=64, kv_cache_bytes=per_token * 400)
+    most = watched(engine)
+    batch = run(engine, [Request([5, i], SamplingParams(max_tokens=40)) for i in range(30)])
+    assert all(r.finish_reason == "length" for r in batch)
+    # one layer's keys, a third of a token's bytes, may be held twice
+    assert per_token * 200 < most[0] <= per_token * 400 * 3 / 4
+
+
 def test_a_request_that_never_fits_names_the_key_to_raise(model):
     engine = GenerationEngine(model, kv_cache_bytes=50 * 320)
     assert engine.kv_cache_tokens == 50
@@ -568,7 +605,19 @@ def test_equal_prompts_are_computed_once(model):
         ({"min_p": 1.5}, "min_p=1.5"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"temperature": 1e-46}, r"temperature=1e-46 is out of range: expected 0 \(greedy\) or .* >= 1e-6"),
+        ({"top_p": 10**400}, "top_p=1000.* is not a number"),
         ({"top_k": 1.5}, "top_k=1.5 is not an integer"),
+        ({"max_tokens": "16.0"}, r"max_tokens='16\.0' is not an integer"),
+        ({"max_tokens": math.inf}, "max_tokens=inf is not an integer"),
+        ({"ignore_eos": "false"}, "ignore_eos='false' is neither true nor false"),
+        ({"stop_token_ids": "12"}, "stop_token_ids='12' is neither an id nor a list of ids"),
+        ({"stop_token_ids": 5.0}, r"stop_token_ids=5\.0 is neither an id nor a list of ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids='a' is not an integer"),
+        (
+            {"stop_token_ids": [7, -1]},
+            r"stop_token_ids=frozenset\(.*-1.*\) is out of range: expected ids of at least 0",
+        ),
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
     ],
 )
@@ -587,11 +636,34 @@ def test_sampling_parameters_from_a_dictionary():
     assert build({"max_tokens": 0}).max_tokens == 1
     assert build({"max_tokens": None}, default_max_tokens=-3).max_tokens == 1
     assert build({"seed": 2**62 + 1}).seed == 2**62 + 1
-    assert build({"stop_token_ids": [3, 4]}).stop_token_ids == {3, 4}
+    assert build({"stop_token_ids": [3, np.int64(4)]}).stop_token_ids == {3, 4}
+    assert build({"stop_token_ids": 3, "ignore_eos": 1}) == SamplingParams(
+        max_tokens=4, stop_token_ids=frozenset({3}), ignore_eos=True, logprobs=False
+    )
+    assert build({"max_tokens": "3", "top_k": 5.0}) == SamplingParams(max_tokens=3, top_k=5, logprobs=False)
     assert not build({}).logprobs
     assert build({}, ignore_eos=True, repetition_penalty=1.2) == SamplingParams(
         max_tokens=4, ignore_eos=True, repetition_penalty=1.2, logprobs=False
     )
+
+
+def test_an_end_of_sequence_id_below_zero_bans_nothing(model):
+    engine = GenerationEngine(model, eos_token_ids=[-1], top_logprobs=-1)
+    (request,) = run(engine, [Request([1, 2], SamplingParams(max_tokens=1, min_tokens=1))])
+    assert np.isfinite(request.top_logprobs[0][0]).all()
+
+
+def test_after_the_end_of_the_thread_nobody_waits(model):
+    engine = GenerationEngine(model)
+    thread = EngineThread(engine, engine.submit)
+    long = Request([1, 2], SamplingParams(max_tokens=1900))
+    running, idle = thread.submit(long), thread.call(int, when_idle=True)
+    thread.stop()
+    assert running.result(5) is None and long.finish_reason == "abort"
+    later = Request([1, 2], SamplingParams(max_tokens=1))
+    for future in (idle, thread.call(int), thread.call(int, when_idle=True), thread.submit(later), thread.abort()):
+        with pytest.raises(RuntimeError, match="the embedded engine has been shut down"):
+            future.result(5)
 
 
 def test_bad_requests_and_models_are_refused(model):

@@ -13,11 +13,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from own_ray import own_ray
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_ext.rollout.embedded.replica import EmbeddedReplica, EmbeddedRollout
+from verl_ext.rollout.embedded import replica as replica_module
+from verl_ext.rollout.embedded.replica import CancellingHandle, EmbeddedReplica, EmbeddedRollout
 from verl_ext.rollout.embedded.server import EmbeddedOptions, EmbeddedServer
 from verl_ext.rollout.embedded.weights import BucketWriter, WeightStore, clean_name, resolve_dtype
 
@@ -400,6 +402,37 @@ def test_tied_embeddings_and_wrapped_names(send_head):
         untied.finish()
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16)), ("mixtral", {"num_local_experts": 4})],
+)
+def test_packed_experts_arrive_one_by_one_as_verl_sends_them(kind, sizes):
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    shape = dict(zip(names, (VOCAB, 32, 48, 4, 2), strict=True))
+    config = AutoConfig.for_model(kind, num_hidden_layers=2, **shape, **sizes)
+    source, target = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    sent = dict(unfuse_moe_params(iter(source.state_dict().items()), kind))
+    up = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert up in sent and up not in source.state_dict()
+    store, writer = WeightStore(target), BucketWriter(900)  # smaller than an expert
+    store.begin("base")
+    for name, tensor in sent.items():
+        for pieces, data in writer.add("_fsdp_wrapped_module." + name, tensor):
+            store.load_bucket(pieces, data)
+    store.load_bucket(*writer.flush())
+    store.finish()
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name]), name
+    store.begin("base")
+    store.load((name, tensor) for name, tensor in sent.items() if name != up)
+    with pytest.raises(ValueError, match=r"did not arrive: model\.layers\.1\.mlp\.experts\.gate_up_proj$"):
+        store.finish()
+    store.begin("base")
+    store.load([*sent.items(), (up.replace("3", "4"), sent[up])])
+    with pytest.raises(ValueError, match=r"does not have: model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight$"):
+        store.finish()
+
+
 def test_buckets_are_bounded_and_whole():
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -680,6 +713,28 @@ def test_control_is_answered_while_more_calls_are_parked_than_verl_lets_run(ray_
         ray_cluster.kill(control)
 
     asyncio.run(asyncio.wait_for(main(), 300))
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_call_that_is_given_up_at_once_is_cancelled_too(turns, monkeypatch):
+    class Reference:
+        def __await__(self):
+            return asyncio.get_running_loop().create_future().__await__()
+
+    reference, cancelled = Reference(), []
+    actor = SimpleNamespace(generate=SimpleNamespace(remote=lambda *args: reference))
+    monkeypatch.setattr(replica_module.ray, "cancel", cancelled.append)
+
+    async def main():
+        call = CancellingHandle(actor).generate.remote([1], dict(PARAMS), "given up")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())
+    assert cancelled == [reference]
 
 
 @pytest.mark.slow

@@ -27,10 +27,17 @@ __all__ = ["GenerationEngine", "Request", "kv_bytes_per_token"]
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token of one row occupies, from a transformers model config."""
     text = config.get_text_config(decoder=True)
+    return int(text.num_hidden_layers * sum(_kv_widths(text)) * dtype.itemsize)
+
+
+def _kv_widths(text: Any) -> tuple[int, int]:
+    """Numbers in the keys, and in the values, of one token in one layer."""
     heads = getattr(text, "num_attention_heads", 1)
+    if getattr(text, "kv_lora_rank", None):  # latent attention, which transformers unfolds before it caches
+        return heads * (text.qk_nope_head_dim + text.qk_rope_head_dim), heads * text.v_head_dim
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * text.num_hidden_layers * kv_heads * head_dim * torch.empty(0, dtype=dtype).element_size()
+    width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return width, width
 
 
 class GenerationEngine:
@@ -112,9 +119,8 @@ class GenerationEngine:
         self.max_model_len = max_model_len
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
-        per_token = kv_bytes_per_token(config, self.dtype)
         # one layer's keys or values are held twice while the cache changes its layout
-        self._slot_bytes = per_token + per_token // (2 * text.num_hidden_layers)
+        self._slot_bytes = kv_bytes_per_token(config, self.dtype) + max(_kv_widths(text)) * self.dtype.itemsize
         self.kv_cache_tokens = kv_cache_bytes // self._slot_bytes
         self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode
@@ -393,7 +399,7 @@ class GenerationEngine:
             counts = torch.bincount(generated, minlength=logits.shape[-1]).to(logits.dtype)
             logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
         if len(request.token_ids) < params.min_tokens and request._stop:
-            stop = [token for token in request._stop if token < logits.shape[-1]]
+            stop = [token for token in request._stop if 0 <= token < logits.shape[-1]]
             logits[torch.tensor(stop, dtype=torch.long, device=logits.device)] = -torch.inf
 
     def _collect(self, first: int) -> list[Request]:

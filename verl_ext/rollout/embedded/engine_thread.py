@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 #: Requests admitted between two looks at the calls.
 _ADMITTED_AT_ONCE = 32
+_ENDED = "the embedded engine has been shut down"
 
 
 def _future() -> Future[Any]:
@@ -64,6 +65,9 @@ class EngineThread:
         """Run an action on the thread before its next step; ``when_idle``, once no admitted request is unfinished."""
         future = _future()
         with self._changed:
+            if self._ended:
+                future.set_exception(RuntimeError(_ENDED))
+                return future
             (self._idle_calls if when_idle else self._calls).append((future, action, args))
             self._changed.notify()
         return future
@@ -72,6 +76,9 @@ class EngineThread:
         """Queue a request; the future is done when it has finished or failed."""
         future = _future()
         with self._changed:
+            if self._ended:
+                future.set_exception(RuntimeError(_ENDED))
+                return future
             self._futures[request] = future
             if self._rejecting:
                 self._reject(request)
@@ -121,12 +128,14 @@ class EngineThread:
             return {**counts, "closed": sorted(self._closed)}
 
     def stop(self) -> None:
-        """End all requests and the thread."""
+        """End all requests and the thread; calls that wait and those that come later raise RuntimeError."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         self._thread.join()
         self._abort(set(self._futures))
+        for future, *_ in (*self._calls, *self._idle_calls):
+            future.set_exception(RuntimeError(_ENDED))
 
     # ---- on the thread ---------------------------------------------------------------------------------------------
     def _run(self) -> None:

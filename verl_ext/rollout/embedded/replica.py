@@ -52,15 +52,15 @@ class CancellingHandle:
 
     def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[TokenOutput]:
         """`generate.remote`."""
-        return asyncio.ensure_future(_cancelling(self.actor.generate.remote(*args, **kwargs)))
+        reference = self.actor.generate.remote(*args, **kwargs)
 
+        def ended(answer: asyncio.Future[TokenOutput]) -> None:
+            if answer.cancelled():
+                ray.cancel(reference)
 
-async def _cancelling(reference: Any) -> Any:
-    try:
-        return await reference
-    except asyncio.CancelledError:
-        ray.cancel(reference)
-        raise
+        answer = asyncio.ensure_future(reference)
+        answer.add_done_callback(ended)  # called also for a task that is cancelled before it began
+        return answer
 
 
 class EmbeddedReplica(RolloutReplica):

@@ -31,8 +31,9 @@ vocabulary, ``processed_logprobs`` and ``policy_logprobs`` are the same number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ LOGPROBS_MODES = ("processed_logprobs", "policy_logprobs", "raw_logprobs")
 #: What a parameter may be, where not every value of its type will do: a test and its words.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda value: value >= 1, "at least 1"),
-    "temperature": (lambda value: 0 <= value < math.inf, "a finite number >= 0"),
+    # float32 logits divided by less are no longer finite
+    "temperature": (lambda value: value == 0 or 1e-6 <= value < math.inf, "0 (greedy) or a finite number >= 1e-6"),
     "top_p": (lambda value: 0 < value <= 1, "0 < top_p <= 1"),
     "top_k": (lambda value: value >= -1, "-1 or 0 (off) or a positive integer"),
     "min_p": (lambda value: 0 <= value <= 1, "0 <= min_p <= 1"),
@@ -53,6 +55,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (math.isfinite, "a finite number"),
     "frequency_penalty": (math.isfinite, "a finite number"),
     "min_tokens": (lambda value: value >= 0, "at least 0"),
+    "stop_token_ids": (lambda value: min(value, default=0) >= 0, "ids of at least 0"),
 }
 
 # Keeps u * total strictly below total in float64, so that the inverse of the CDF never falls off its end.
@@ -62,14 +65,31 @@ _MAX_UNIFORM = 1.0 - 1e-12
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"sampling parameter {name}={value!r} is not a number") from None
 
 
 def _integer(name: str, value: Any) -> int:
-    if not _number(name, value).is_integer():
-        raise ValueError(f"sampling parameter {name}={value!r} is not an integer")
-    return int(value)  # of the value as given: float() rounds seeds above 2**53
+    try:
+        whole = int(value)  # of the value as given: float() rounds seeds above 2**53
+        if isinstance(value, str) or whole == value:
+            return whole
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"sampling parameter {name}={value!r} is not an integer")
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if value not in (True, False):
+        raise ValueError(f"sampling parameter {name}={value!r} is neither true nor false")
+    return bool(value)
+
+
+def _ids(name: str, value: Any) -> frozenset[int]:
+    ids = [value] if isinstance(value, Integral) else value
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise ValueError(f"sampling parameter {name}={value!r} is neither an id nor a list of ids")
+    return frozenset(_integer(name, one) for one in ids)
 
 
 #: How a value that somebody sent is read, by the annotation of its field.
@@ -77,8 +97,8 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "float": _number,
     "int": _integer,
     "int | None": _integer,
-    "bool": lambda name, value: bool(value),
-    "frozenset[int]": lambda name, value: frozenset(map(int, (value,) if isinstance(value, int) else value)),
+    "bool": _boolean,
+    "frozenset[int]": _ids,
 }
 
 
@@ -88,7 +108,7 @@ class SamplingParams:
 
     Args:
         max_tokens: number of new tokens at most, at least 1.
-        temperature: 0 is greedy decoding.
+        temperature: 0 is greedy decoding; otherwise at least 1e-6.
         top_p: nucleus mass in (0, 1].
         top_k: number of ids kept; -1 or 0 keeps all.
         min_p: probability floor relative to the most likely id, in [0, 1].

@@ -7,6 +7,7 @@ so a bucket never exceeds its size; :class:`WeightStore` counts what arrived and
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ _DTYPES = {
 }
 #: Wrapper names that training engines leave in parameter names.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.")
+#: One expert's weight, as verl's `unfuse_moe_params` names it; transformers packs those of a layer into two tensors.
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _ALIGN = 16
 
 
@@ -148,7 +151,7 @@ class WeightStore:
         }
         prefix = getattr(model, "base_model_prefix", "")
         self._prefix = f"{prefix}." if prefix else ""
-        self._names: dict[str, str | None] = {}
+        self._targets: dict[str, tuple[str, torch.Tensor] | None] = {}
         self._received: dict[int, int] = {}
         self._adapter: dict[str, tuple[torch.Tensor, int]] = {}
         self._unknown: list[str] = []
@@ -197,12 +200,12 @@ class WeightStore:
             if self._kind == "adapter":
                 self._collect_adapter(piece, _unpack(piece, data))
                 continue
-            name = self._resolve(piece.name)
-            if name is None:
+            found = self._resolve(piece.name)
+            if found is None:
                 if not piece.name.endswith("rotary_emb.inv_freq") and piece.name not in self._unknown:
                     self._unknown.append(piece.name)
                 continue
-            target = self._tensors[name]
+            name, target = found
             if tuple(target.shape) != tuple(piece.shape):
                 raise ValueError(
                     f"weight {piece.name!r} has shape {tuple(piece.shape)}, the rollout model's {name!r} has "
@@ -214,7 +217,8 @@ class WeightStore:
                     target.copy_(value.view(target.shape))
                 else:
                     target.view(-1)[piece.first : piece.first + piece.length] = value.to(target.dtype)
-            self._received[id(target)] = self._received.get(id(target), 0) + piece.length
+            whole = id(self._tensors[name])
+            self._received[whole] = self._received.get(whole, 0) + piece.length
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors of this process (for example a checkpoint's) into the model."""
@@ -261,15 +265,28 @@ class WeightStore:
             parts.append(f"{what} that did not arrive: {show(missing)}")
         raise ValueError("weight synchronisation refused: " + "; ".join(parts))
 
-    def _resolve(self, name: str) -> str | None:
-        """The model's own name of an incoming one, or ``None``."""
-        if name not in self._names:
-            clean = clean_name(name)
-            candidates = [clean, self._prefix + clean]
-            if self._prefix and clean.startswith(self._prefix):
-                candidates.append(clean[len(self._prefix) :])
-            self._names[name] = next((c for c in candidates if c in self._tensors), None)
-        return self._names[name]
+    def _resolve(self, name: str) -> tuple[str, torch.Tensor] | None:
+        """The model's own name of an incoming one and what is meant of that tensor (all, or an expert's part), or
+        ``None``."""
+        if name not in self._targets:
+            own, expert = self._own_name(name), _EXPERT.fullmatch(name)
+            found = None if own is None else (own, self._tensors[own])
+            self._targets[name] = self._part(*expert.groups()) if found is None and expert is not None else found
+        return self._targets[name]
+
+    def _part(self, experts: str, number: str, kind: str) -> tuple[str, torch.Tensor] | None:
+        own = self._own_name(f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj")
+        if own is None or int(number) >= len(self._tensors[own]):
+            return None
+        part = self._tensors[own][int(number)]
+        return own, part if kind == "down" else part.chunk(2)[kind == "up"]
+
+    def _own_name(self, name: str) -> str | None:
+        clean = clean_name(name)
+        candidates = [clean, self._prefix + clean]
+        if self._prefix and clean.startswith(self._prefix):
+            candidates.append(clean[len(self._prefix) :])
+        return next((c for c in candidates if c in self._tensors), None)
 
     # ---- LoRA ------------------------------------------------------------------------------------------------------
     def _attach_adapter(self, peft_config: dict[str, Any]) -> None:

@@ -153,6 +153,27 @@ class Vandal(Corridor):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Scribe(Corridor):
+    """Says where it is and what is there, and leaves a file named after the action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_in = os.getcwd()
+
+    def step(self, action: str) -> Any:
+        info = {"made_in": self.made_in, "folder": os.getcwd(), "files": os.listdir(), "pid": os.getpid()}
+        Path(action).touch()
+        if action == "die":
+            os._exit(3)
+        return self.observe(), 0.0, False, info
+
+
+class ReusedScribe(Scribe):
+    """One process for several episodes."""
+
+    reuse = True
+
+
 class Stubborn(Corridor):
     """Will not be closed."""
 

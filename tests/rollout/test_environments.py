@@ -109,6 +109,48 @@ def test_a_process_is_reused_only_by_an_environment_that_says_so() -> None:
     assert first != second
 
 
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder of this process and of the hosts that it starts."""
+    runner.end_all()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    runner.end_all()
+
+
+@pytest.mark.parametrize("name", ["Scribe", "ReusedScribe"])
+def test_what_an_episode_writes_is_there_for_no_other(name: str, run_folder: Path) -> None:
+    async def twice() -> list[Any]:
+        return [(await play(session(name), 0, lambda seen: "left", most=2))[1:] for _ in range(2)]
+
+    for first, second in asyncio.run(twice()):
+        assert first.info["files"] == [] and second.info["files"] == ["left"]
+        assert first.info["made_in"] == str(run_folder) and first.info["folder"] != str(run_folder)
+    assert not list(run_folder.iterdir())
+    runner.end_all()
+    assert not Path(first.info["folder"]).exists()
+
+
+def test_so_it_is_with_one_that_is_killed(run_folder: Path) -> None:
+    async def killed() -> Path:
+        made = session("Scribe")
+        await made.reset(0)
+        folder = Path((await made.step("left")).info["folder"])
+        assert (folder / "left").exists()
+        with pytest.raises(EnvironmentFault, match="environment_died"):
+            await made.step("die")
+        await made.close()
+        return folder
+
+    folder, until = asyncio.run(killed()), time.monotonic() + 120
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists() and folder.parent.exists()
+    assert not list(run_folder.iterdir())
+
+
 FAULTS = {
     "raise": ("environment_error", r"ZeroDivisionError: the world is gone \(environment_zoo.py:\d+\)"),
     "hang": ("environment_timeout", "did not end within 0.4 s"),
@@ -454,6 +496,18 @@ def test_textworld_in_processes_plays_one_game(games: Path) -> None:
     stories = asyncio.run(together())
     assert stories[0] == stories[1] == stories[2]
     assert len(set(games.glob("*/game.z8")) - before) == 1
+
+
+@pytest.mark.slow
+def test_textworld_saves_for_no_other(games: Path, run_folder: Path) -> None:
+    def told(*commands: str) -> list[str]:
+        left = list(commands)
+        made = session("textworld", rooms=2, objects=3, quest_length=1)
+        story = asyncio.run(play(made, 2, lambda seen: left.pop(0), most=len(commands)))
+        return [step.observation.text for step in story[1:]]
+
+    assert told("inventory", "save", "restore")[2] != (failed := told("restore")[0])
+    assert told("restore")[0] == failed and not list(run_folder.iterdir())
 
 
 def test_textworld_text_has_no_picture_and_no_count_of_moves() -> None:

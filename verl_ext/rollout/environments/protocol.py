@@ -30,7 +30,9 @@ and optionally the class attributes
     environments' processes are forked, so it must start no threads.
 
 The methods are ordinary functions, which are run in processes of their own, or coroutines, which are run in the
-agent loop's event loop (see :mod:`verl_ext.rollout.environments.runner`).
+agent loop's event loop (see :mod:`verl_ext.rollout.environments.runner`). In such a process ``__init__`` (and
+``preload``) is called in the run's working folder, ``reset`` and ``step`` in one that is empty at first, the episode's
+own, and removed in the end: make relative paths absolute in ``__init__``.
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ import atexit
 import inspect
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -221,14 +223,18 @@ class Host:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
+        self.folder = ""
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        self.folder = tempfile.mkdtemp(prefix="verl_ext_environments_")
         package_parent = str(Path(__file__).resolve().parents[3])
-        path = [*sys.path, *([] if package_parent in sys.path else [package_parent])]
+        # Absolute: an environment imports from another working folder, too.
+        path = [*map(os.path.abspath, sys.path), *([] if package_parent in sys.path else [package_parent])]
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from verl_ext.rollout.environments.host import main; main({theirs.fileno()}, {self.name!r})"
+            "from verl_ext.rollout.environments.host import main; "
+            f"main({theirs.fileno()}, {self.name!r}, {self.folder!r})"
         )
         # One thread: a fork of a process with a pool of threads would lack them.
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -279,6 +285,7 @@ class Host:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)  # a host that was killed has left it
         self.process = self.control = None
 
 

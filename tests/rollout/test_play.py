@@ -72,6 +72,16 @@ def test_a_game_can_be_won_and_its_own_words_are_not_echoed() -> None:
     assert reward == 1.0 and info["success"] is True
 
 
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0", "ThreeCardMonte-v0"])
+def test_a_second_invalid_move_ends_a_game_that_tells_reward_and_reason_the_wrong_way_round(game: str) -> None:
+    played = TextArenaEnvironment(game)
+    played.reset(1)
+    first, again = step_result(played.step("x")), step_result(played.step("x"))
+    assert "Reason: Bad action" in first.observation.text or "Reason: Invalid action" in first.observation.text
+    assert not first.done and again.done and 0.0 <= again.reward < 1.0 and again.info["success"] is False
+    assert again.observation.text.startswith(("Invalid Move: Bad action", "Invalid Move: Invalid action"))
+
+
 @pytest.mark.parametrize(("game", "message"), {"NoSuchGame-v0": "not found", "GuessWho-v0": "API key"}.items())
 def test_a_game_that_is_not_here_ends_the_run_by_name(game: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)

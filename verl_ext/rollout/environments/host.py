@@ -8,7 +8,8 @@ one thread only and does nothing else, so that it can always be asked to kill a 
 children print. When its control connection ends (the process that started it is gone), it kills its children and ends.
 
 An object is made in the run's folder. Each of its episodes begins in an empty working folder, which the host removes
-once the child has ended, however it did: what an action has written (text games save and restore) is there for no other.
+once the child has ended, however it did: what an action has written (text games can save and restore) is there
+for no other.
 
 This module needs the standard library only, beside the environment itself.
 """

@@ -195,6 +195,8 @@ def test_other_ways_to_read_an_action() -> None:
     move = EnvironmentOptions(action_tag="move", required_tags=("think",))
     assert parse_action("<move>up</move>", ("up",), move) == Action("up", False)
     assert parse_action("<think>hm</think><move>up</move>", ("up",), move) == Action("up", True)
+    for spelling in ("go  up", " wait ", "Open\tdoor"):
+        assert parse_action(act(spelling.lower()), ("look", spelling), EnvironmentOptions()) == Action(spelling, True)
     free = EnvironmentOptions(check_admissible=False)
     assert parse_action(act("jump"), ("up",), free) == Action("jump", True)
     assert parse_action(act("jump"), None, EnvironmentOptions()) == Action("jump", True)

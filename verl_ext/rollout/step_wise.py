@@ -15,8 +15,8 @@ win over the run's. All rollouts of a prompt have the prompt's seed, so they beg
 is for runs without it, and a different value there is refused.
 
 **Actions.** The action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
-made one; upper and lower case do not matter where the environment lists its actions. It is valid if the tags are
-there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
+made one; neither they nor upper and lower case matter where the environment lists its actions. It is valid if the tags
+are there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
 (``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
 MAS take a penalty off its return. What the environment gets then is ``invalid_action``: ``pass`` hands it the text
 (without tags: the last 30 characters, as verl-agent does for text games), ``noop`` spends the step without it (as in
@@ -94,8 +94,12 @@ def _pattern(action: str) -> Any:
 
     RE2 is linear in the text, however many such parts there are.
     """
-    parts = [re2.escape(part) for part in _ANY.split(_BLANKS.sub(" ", action.strip()))]
+    parts = [re2.escape(part) for part in _ANY.split(_one_blank(action))]
     return re2.compile("(?is)" + ".+?".join(parts))
+
+
+def _one_blank(text: str) -> str:
+    return _BLANKS.sub(" ", text.strip())
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,12 @@ def parse_action(answer: str, admissible: Sequence[str] | None, options: Environ
         found = tagged(answer, options.action_tag, any_case=True, most=1)
         valid = valid and bool(found)
         text = found[0] if found else answer[-TAIL:]
-    text = _BLANKS.sub(" ", text.strip())
+    text = _one_blank(text)
     if not text:
         return Action("", False)
     if admissible is not None and options.check_admissible:
         for action in admissible:
-            if text.casefold() == action.casefold():
+            if text.casefold() == _one_blank(action).casefold():
                 return Action(action, valid)
         listed = any(_ANY.search(action) and _pattern(action).fullmatch(text) for action in admissible)
         return Action(text, valid and listed)

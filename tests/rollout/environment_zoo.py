@@ -81,6 +81,7 @@ class Broken(Corridor):
             "none": None,
             "actions": (Observation("x", actions=("a", 3)), 0.0, False, {}),  # type: ignore[arg-type]
             "anchor": (Observation("x", anchor=object()), 0.0, False, {}),
+            "noop": (Observation("x", noop_reward=float("nan")), 0.0, False, {}),
             "huge": ("x" * (17 << 20), 0.0, False, {}),
         }
         return odd[self.how]

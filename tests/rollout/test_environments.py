@@ -164,6 +164,7 @@ FAULTS = {
     "none": ("environment_garbage", "step returned None"),
     "actions": ("environment_garbage", "3 as an action"),
     "anchor": ("environment_garbage", "anchor of step"),
+    "noop": ("environment_garbage", "noop_reward is nan; expected a finite number"),
     "huge": ("environment_garbage", "more than 16777216 characters"),
 }
 
@@ -356,8 +357,9 @@ def test_settings_that_no_trajectory_could_use_end_the_run(name: str, kwargs: di
 
 
 def test_numpy_values_are_plain_values() -> None:
-    step = step_result((Observation("x", anchor=np.arange(3)), np.float32(0.5), np.bool_(True), {"n": np.int64(3)}))
-    assert step == Step(Observation("x", anchor=[0, 1, 2]), 0.5, True, {"n": 3})
+    seen = Observation("x", anchor=np.arange(3), noop_reward=np.float32(-1.0))  # type: ignore[arg-type]
+    step = step_result((seen, np.float32(0.5), np.bool_(True), {"n": np.int64(3)}))
+    assert step == Step(Observation("x", anchor=[0, 1, 2], noop_reward=-1.0), 0.5, True, {"n": 3})
     assert from_wire(json.loads(json.dumps(to_wire(step)))) == step
     assert reset_result(Observation("x", actions=map(str, [1, 2]))).actions == ("1", "2")  # read once
     with pytest.raises(EnvironmentFault, match="expected a finite number"):

@@ -110,6 +110,10 @@ def test_an_episode_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO("left\n"))
     assert cli.main(["play", "gymnasium", "--kwargs", lake]) == 0
     assert "(left)" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("fly\nup\n"))
+    assert cli.main(["play", "gymnasium", "--kwargs", '{"id": "CliffWalking-v1"}', "--max-steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "action 'fly' (not valid)  reward -1" in out and "the episode is over: 2 steps, reward -2" in out
     assert cli.main(["play", "nowhere"]) == 1
     assert cli.main(["play", "gymnasium", "--kwargs", "[1]"]) == 2
     assert "give a JSON object" in capsys.readouterr().err

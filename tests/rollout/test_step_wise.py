@@ -217,6 +217,24 @@ def test_an_invalid_action_is_passed_on_or_spent(tokenizer: Any) -> None:
     assert fields(own, "anchor_obs") == fields(rows, "anchor_obs")
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "cost"),
+    [
+        ({"id": "CliffWalking-v1"}, -1.0),
+        ({"id": "Taxi-v4"}, -1.0),
+        ({"id": "FrozenLake-v1"}, 0.0),
+        ({"id": "FrozenLake-v1", "noop_reward": -0.25}, -0.25),
+    ],
+)
+def test_a_step_that_is_spent_costs_what_the_environment_says(
+    tokenizer: Any, kwargs: dict[str, Any], cost: float
+) -> None:
+    lost = {"name": "gymnasium", "kwargs": kwargs, "max_steps": 3, "reward_scale": 2.0}
+    rows, _ = play(tokenizer, ["nothing"], environment=lost, prompt_length=1024)
+    assert fields(rows, "turn_reward") == [2 * cost] * 3 and rows[0].reward_score == 6 * cost
+    assert fields(rows, "is_action_valid") == [False] * 3 and info(rows)["success"] == 0.0
+
+
 def test_rewards_can_be_scaled(tokenizer: Any) -> None:
     rows, _ = play(tokenizer, [act("forward")], environment={"reward_scale": 10.0, "agent_id": "walker"})
     assert fields(rows, "turn_reward") == [0.0, 0.0, 10.0] and rows[0].reward_score == 10.0

@@ -20,8 +20,8 @@ are there (those of ``required_tags`` as well) and, where the environment lists 
 (``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
 MAS take a penalty off its return. What the environment gets then is ``invalid_action``: ``pass`` hands it the text
 (without tags: the last 30 characters, as verl-agent does for text games), ``noop`` spends the step without it (as in
-verl-agent's grid games): the observation stays, the reward is 0. In the history such a step is shown with the same
-text.
+verl-agent's grid games): the observation stays, the reward is the observation's ``noop_reward`` (0, or what every step
+costs there). In the history such a step is shown with the same text.
 
 **Over-long prompts.** A prompt of more than ``rollout.prompt_length`` tokens is shortened: first the oldest pairs of
 the history are left out, one by one; then the current observation is cut at its end; then the list of admissible
@@ -301,7 +301,7 @@ class StepWiseLoop(AgentLoopBase):
         episode.calls.append(call)
         episode.rewards.append(0.0)
         if not action.valid and rule == "noop":
-            step = Step(seen, 0.0, False, {})
+            step = Step(seen, seen.noop_reward, False, {})
         else:
             timing: dict[str, float] = {}
             with simple_timer("tool_calls", timing):

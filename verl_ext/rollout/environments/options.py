@@ -32,7 +32,8 @@ class EnvironmentOptions:
         required_tags: an answer without a pair of each of these is not valid, such as ``[think]``.
         check_admissible: an action is valid only if it is among the admissible ones, where the environment lists them.
         invalid_action: what happens to an action that is not valid; null: as the environment says. ``noop``: the step
-            is spent, nothing happens, the reward is 0. ``pass``: the environment gets the text (without a tag: its last
+            is spent, nothing happens, the reward is what the environment says of such a step (0, or -1 in CliffWalking
+            and Taxi). ``pass``: the environment gets the text (without a tag: its last
             30 characters) and answers in its own words, which ``gymnasium`` cannot (its numbered actions have no
             number for it: the trajectory fails).
         reward_scale: factor of the environment's rewards. (Published for ALFWorld and WebShop: 10 at success.)

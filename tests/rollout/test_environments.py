@@ -615,6 +615,7 @@ def test_the_history_of_prompt_and_groups_is_one_key() -> None:
         ({"max_steps": 2.5}, "verl_ext.environment.max_steps is 2.5; give a whole number"),
         ({"kwargs": 3}, "verl_ext.environment.kwargs is 3; give keys and values"),
         ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be greater than 0"),
+        ({"failed_reward": 1.0}, "failed_reward is 1.0; it must be at most 0"),
         ({"invalid_action": "skip"}, "choose one of 'noop', 'pass'"),
         ({"action_tag": "<a>"}, "give a bare name such as action"),
         ({"history_length": -1}, "history_length is -1"),

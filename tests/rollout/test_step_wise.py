@@ -355,6 +355,15 @@ def test_breaking_the_environment_earns_nothing(tokenizer: Any) -> None:
     assert fields(rows, "valid_row") == [True] * 3 and fields(rows, "failure") == ["", "", "environment_error"]
 
 
+@pytest.mark.parametrize(("least", "turns"), [(-0.25, [0.0, -0.5, 0.0]), (-2.0, [0.0, -0.5, -1.5])])
+def test_breaking_the_environment_earns_no_more_than_what_is_said(
+    tokenizer: Any, least: float, turns: list[float]
+) -> None:
+    broken = {"name": "environment_zoo:Paying", "failed_reward": least}
+    rows, _ = play(tokenizer, [act("forward")], environment=broken)
+    assert fields(rows, "turn_reward") == turns and {row.reward_score for row in rows} == {min(least, -0.5)}
+
+
 @pytest.mark.parametrize("how", ["mark", "reset"])
 def test_what_no_action_has_broken_is_missing(tokenizer: Any, how: str, tmp_path: Path) -> None:
     mark = tmp_path / "gone"

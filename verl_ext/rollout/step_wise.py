@@ -31,7 +31,8 @@ is still too long the trajectory ends, ``failure="prompt_too_long"``.
 **When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory by name
 (:data:`verl_ext.rollout.environments.protocol.FAULTS`). If it does so upon an action, and a new one of the same seed
 can begin, the action has broken it and the model has failed (``failed_trajectories=keep``): its rows are trained on,
-what it had earned is lost (rewards above 0 become 0), ``failure`` says which, ``stop_detail`` how, and the metric
+what it had earned is lost (rewards above 0 become 0, and the last step pays what is missing to ``failed_reward``, which
+belongs at or below the lowest reward of the task), ``failure`` says which, ``stop_detail`` how, and the metric
 ``rollout/failures/<reason>`` counts it. So no model gains by breaking things, and none can end the run by it. A fault
 before the first action, or of an environment that no longer begins, is nobody's failure: the loop raises, the rollout
 is missing. ``raise`` does so with every fault. With ``mask`` the rows are in no statistic and not in the loss, and so
@@ -244,6 +245,7 @@ class StepWiseLoop(AgentLoopBase):
                 raise broken
             await self._require_sound(name, arguments, seed, broken)
             episode.rewards = [min(reward, 0.0) for reward in episode.rewards]
+            episode.rewards[-1] += min(0.0, options.failed_reward - sum(episode.rewards))
             for call, reward in zip(episode.calls, episode.rewards, strict=True):
                 call.fields["turn_reward"] = reward
         if not episode.calls:

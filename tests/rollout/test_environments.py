@@ -109,6 +109,20 @@ def test_a_process_is_reused_only_by_an_environment_that_says_so() -> None:
     assert first != second
 
 
+def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.end_all()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"{runner.PREFIX}left"
+    (left / "7").mkdir(parents=True)
+    walk("Reused")
+    assert not left.exists()
+    (used,) = tmp_path.iterdir()
+    walk("Corridor")  # another host: the first one's folder is locked
+    assert used.exists() and len(list(tmp_path.iterdir())) == 2
+    runner.end_all()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working folder of this process and of the hosts that it starts."""

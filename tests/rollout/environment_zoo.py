@@ -81,6 +81,7 @@ class Broken(Corridor):
             "none": None,
             "actions": (Observation("x", actions=("a", 3)), 0.0, False, {}),  # type: ignore[arg-type]
             "anchor": (Observation("x", anchor=object()), 0.0, False, {}),
+            "noop": (Observation("x", noop_reward=float("nan")), 0.0, False, {}),
             "huge": ("x" * (17 << 20), 0.0, False, {}),
         }
         return odd[self.how]
@@ -151,6 +152,27 @@ class Vandal(Corridor):
         left = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
         Path(os.environ["VERL_EXT_TEST_PIDS"]).write_text(str(left.pid))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Scribe(Corridor):
+    """Says where it is and what is there, and leaves a file named after the action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_in = os.getcwd()
+
+    def step(self, action: str) -> Any:
+        info = {"made_in": self.made_in, "folder": os.getcwd(), "files": os.listdir(), "pid": os.getpid()}
+        Path(action).touch()
+        if action == "die":
+            os._exit(3)
+        return self.observe(), 0.0, False, info
+
+
+class ReusedScribe(Scribe):
+    """One process for several episodes."""
+
+    reuse = True
 
 
 class Stubborn(Corridor):

@@ -109,6 +109,62 @@ def test_a_process_is_reused_only_by_an_environment_that_says_so() -> None:
     assert first != second
 
 
+def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.end_all()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"{runner.PREFIX}left"
+    (left / "7").mkdir(parents=True)
+    walk("Reused")
+    assert not left.exists()
+    (used,) = tmp_path.iterdir()
+    walk("Corridor")  # another host: the first one's folder is locked
+    assert used.exists() and len(list(tmp_path.iterdir())) == 2
+    runner.end_all()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder of this process and of the hosts that it starts."""
+    runner.end_all()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    runner.end_all()
+
+
+@pytest.mark.parametrize("name", ["Scribe", "ReusedScribe"])
+def test_what_an_episode_writes_is_there_for_no_other(name: str, run_folder: Path) -> None:
+    async def twice() -> list[Any]:
+        return [(await play(session(name), 0, lambda seen: "left", most=2))[1:] for _ in range(2)]
+
+    for first, second in asyncio.run(twice()):
+        assert first.info["files"] == [] and second.info["files"] == ["left"]
+        assert first.info["made_in"] == str(run_folder) and first.info["folder"] != str(run_folder)
+    assert not list(run_folder.iterdir())
+    runner.end_all()
+    assert not Path(first.info["folder"]).exists()
+
+
+def test_so_it_is_with_one_that_is_killed(run_folder: Path) -> None:
+    async def killed() -> Path:
+        made = session("Scribe")
+        await made.reset(0)
+        folder = Path((await made.step("left")).info["folder"])
+        assert (folder / "left").exists()
+        with pytest.raises(EnvironmentFault, match="environment_died"):
+            await made.step("die")
+        await made.close()
+        return folder
+
+    folder, until = asyncio.run(killed()), time.monotonic() + 120
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists() and folder.parent.exists()
+    assert not list(run_folder.iterdir())
+
+
 FAULTS = {
     "raise": ("environment_error", r"ZeroDivisionError: the world is gone \(environment_zoo.py:\d+\)"),
     "hang": ("environment_timeout", "did not end within 0.4 s"),
@@ -122,6 +178,7 @@ FAULTS = {
     "none": ("environment_garbage", "step returned None"),
     "actions": ("environment_garbage", "3 as an action"),
     "anchor": ("environment_garbage", "anchor of step"),
+    "noop": ("environment_garbage", "noop_reward is nan; expected a finite number"),
     "huge": ("environment_garbage", "more than 16777216 characters"),
 }
 
@@ -314,8 +371,9 @@ def test_settings_that_no_trajectory_could_use_end_the_run(name: str, kwargs: di
 
 
 def test_numpy_values_are_plain_values() -> None:
-    step = step_result((Observation("x", anchor=np.arange(3)), np.float32(0.5), np.bool_(True), {"n": np.int64(3)}))
-    assert step == Step(Observation("x", anchor=[0, 1, 2]), 0.5, True, {"n": 3})
+    seen = Observation("x", anchor=np.arange(3), noop_reward=np.float32(-1.0))  # type: ignore[arg-type]
+    step = step_result((seen, np.float32(0.5), np.bool_(True), {"n": np.int64(3)}))
+    assert step == Step(Observation("x", anchor=[0, 1, 2], noop_reward=-1.0), 0.5, True, {"n": 3})
     assert from_wire(json.loads(json.dumps(to_wire(step)))) == step
     assert reset_result(Observation("x", actions=map(str, [1, 2]))).actions == ("1", "2")  # read once
     with pytest.raises(EnvironmentFault, match="expected a finite number"):
@@ -456,6 +514,18 @@ def test_textworld_in_processes_plays_one_game(games: Path) -> None:
     assert len(set(games.glob("*/game.z8")) - before) == 1
 
 
+@pytest.mark.slow
+def test_textworld_saves_for_no_other(games: Path, run_folder: Path) -> None:
+    def told(*commands: str) -> list[str]:
+        left = list(commands)
+        made = session("textworld", rooms=2, objects=3, quest_length=1)
+        story = asyncio.run(play(made, 2, lambda seen: left.pop(0), most=len(commands)))
+        return [step.observation.text for step in story[1:]]
+
+    assert told("inventory", "save", "restore")[2] != (failed := told("restore")[0])
+    assert told("restore")[0] == failed and not list(run_folder.iterdir())
+
+
 def test_textworld_text_has_no_picture_and_no_count_of_moves() -> None:
     told = "\n   ___  \n  |  $$\\  >$$ \n\nWelcome!\n\n-= Den =-\nA den.\n\n\n\n>      -= Den =-0/3"
     assert textworld_env.readable(told) == "Welcome!\n\n-= Den =-\nA den."
@@ -559,6 +629,7 @@ def test_the_history_of_prompt_and_groups_is_one_key() -> None:
         ({"max_steps": 2.5}, "verl_ext.environment.max_steps is 2.5; give a whole number"),
         ({"kwargs": 3}, "verl_ext.environment.kwargs is 3; give keys and values"),
         ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be greater than 0"),
+        ({"failed_reward": 1.0}, "failed_reward is 1.0; it must be at most 0"),
         ({"invalid_action": "skip"}, "choose one of 'noop', 'pass'"),
         ({"action_tag": "<a>"}, "give a bare name such as action"),
         ({"history_length": -1}, "history_length is -1"),

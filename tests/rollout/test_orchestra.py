@@ -402,6 +402,13 @@ def test_a_failure_ends_its_own_trajectory(
     assert rows[0].response_mask == [0] * len(rows[0].response_ids)
 
 
+@pytest.mark.parametrize("how", ["raise", "cancel", "gather", "nan", "endless", "reward"])
+def test_what_failing_earns_can_be_said(play: Any, how: str) -> None:
+    rows, _ = play("test_faulty", stuck, keys={"options": {"how": how}, "max_calls": 3, "failed_reward": -2.0})
+    assert {row.reward_score for row in rows} == {-2.0} and fields(rows, "valid_row") == [True] * len(rows)
+    assert fields(rows, "turn_reward") == [0.0] * (len(rows) - 1) + [-2.0]
+
+
 @pytest.mark.seconds
 def test_a_call_that_takes_too_long(play: Any) -> None:
     rows, _ = play("test_faulty", stuck, keys={"options": {"how": "caught"}, "call_timeout_s": 4.0})

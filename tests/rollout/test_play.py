@@ -72,6 +72,16 @@ def test_a_game_can_be_won_and_its_own_words_are_not_echoed() -> None:
     assert reward == 1.0 and info["success"] is True
 
 
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0", "ThreeCardMonte-v0"])
+def test_a_second_invalid_move_ends_a_game_that_tells_reward_and_reason_the_wrong_way_round(game: str) -> None:
+    played = TextArenaEnvironment(game)
+    played.reset(1)
+    first, again = step_result(played.step("x")), step_result(played.step("x"))
+    assert "Reason: Bad action" in first.observation.text or "Reason: Invalid action" in first.observation.text
+    assert not first.done and again.done and 0.0 <= again.reward < 1.0 and again.info["success"] is False
+    assert again.observation.text.startswith(("Invalid Move: Bad action", "Invalid Move: Invalid action"))
+
+
 @pytest.mark.parametrize(("game", "message"), {"NoSuchGame-v0": "not found", "GuessWho-v0": "API key"}.items())
 def test_a_game_that_is_not_here_ends_the_run_by_name(game: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
@@ -100,6 +110,10 @@ def test_an_episode_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO("left\n"))
     assert cli.main(["play", "gymnasium", "--kwargs", lake]) == 0
     assert "(left)" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("fly\nup\n"))
+    assert cli.main(["play", "gymnasium", "--kwargs", '{"id": "CliffWalking-v1"}', "--max-steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "action 'fly' (not valid)  reward -1" in out and "the episode is over: 2 steps, reward -2" in out
     assert cli.main(["play", "nowhere"]) == 1
     assert cli.main(["play", "gymnasium", "--kwargs", "[1]"]) == 2
     assert "give a JSON object" in capsys.readouterr().err

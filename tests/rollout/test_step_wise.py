@@ -195,6 +195,8 @@ def test_other_ways_to_read_an_action() -> None:
     move = EnvironmentOptions(action_tag="move", required_tags=("think",))
     assert parse_action("<move>up</move>", ("up",), move) == Action("up", False)
     assert parse_action("<think>hm</think><move>up</move>", ("up",), move) == Action("up", True)
+    for spelling in ("go  up", " wait ", "Open\tdoor"):
+        assert parse_action(act(spelling.lower()), ("look", spelling), EnvironmentOptions()) == Action(spelling, True)
     free = EnvironmentOptions(check_admissible=False)
     assert parse_action(act("jump"), ("up",), free) == Action("jump", True)
     assert parse_action(act("jump"), None, EnvironmentOptions()) == Action("jump", True)
@@ -213,6 +215,24 @@ def test_an_invalid_action_is_passed_on_or_spent(tokenizer: Any) -> None:
     assert "place 1\n> nothing\nplace 1" in server.prompts()[1]
     own, _ = play(tokenizer, texts, {"index": 1}, environment={"name": "environment_zoo:Reused", "max_steps": 3})
     assert fields(own, "anchor_obs") == fields(rows, "anchor_obs")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "cost"),
+    [
+        ({"id": "CliffWalking-v1"}, -1.0),
+        ({"id": "Taxi-v4"}, -1.0),
+        ({"id": "FrozenLake-v1"}, 0.0),
+        ({"id": "FrozenLake-v1", "noop_reward": -0.25}, -0.25),
+    ],
+)
+def test_a_step_that_is_spent_costs_what_the_environment_says(
+    tokenizer: Any, kwargs: dict[str, Any], cost: float
+) -> None:
+    lost = {"name": "gymnasium", "kwargs": kwargs, "max_steps": 3, "reward_scale": 2.0}
+    rows, _ = play(tokenizer, ["nothing"], environment=lost, prompt_length=1024)
+    assert fields(rows, "turn_reward") == [2 * cost] * 3 and rows[0].reward_score == 6 * cost
+    assert fields(rows, "is_action_valid") == [False] * 3 and info(rows)["success"] == 0.0
 
 
 def test_rewards_can_be_scaled(tokenizer: Any) -> None:
@@ -333,6 +353,15 @@ def test_breaking_the_environment_earns_nothing(tokenizer: Any) -> None:
     rows, _ = play(tokenizer, [act("forward")], environment={"name": "environment_zoo:Paying"})
     assert fields(rows, "turn_reward") == [0.0, -0.5, 0.0] and {row.reward_score for row in rows} == {-0.5}
     assert fields(rows, "valid_row") == [True] * 3 and fields(rows, "failure") == ["", "", "environment_error"]
+
+
+@pytest.mark.parametrize(("least", "turns"), [(-0.25, [0.0, -0.5, 0.0]), (-2.0, [0.0, -0.5, -1.5])])
+def test_breaking_the_environment_earns_no_more_than_what_is_said(
+    tokenizer: Any, least: float, turns: list[float]
+) -> None:
+    broken = {"name": "environment_zoo:Paying", "failed_reward": least}
+    rows, _ = play(tokenizer, [act("forward")], environment=broken)
+    assert fields(rows, "turn_reward") == turns and {row.reward_score for row in rows} == {min(least, -0.5)}
 
 
 @pytest.mark.parametrize("how", ["mark", "reset"])

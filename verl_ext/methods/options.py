@@ -39,6 +39,7 @@ def _rule(fits: Callable[[Any], bool], otherwise: str) -> Callable[[Any], str | 
 fraction = _rule(lambda value: 0.0 <= value <= 1.0, "it must lie in [0, 1]")
 below_one = _rule(lambda value: value < 1, "it must be less than 1")
 not_negative = _rule(lambda value: value >= 0, "it must be at least 0")
+not_positive = _rule(lambda value: value <= 0, "it must be at most 0")
 positive = _rule(lambda value: value > 0, "it must be greater than 0")
 at_least_one = _rule(lambda value: value >= 1, "it must be at least 1")
 names_index = _rule(lambda names: "index" in names, "it must name 'index', or rows of different prompts would mix")
@@ -46,6 +47,7 @@ names_index = _rule(lambda names: "index" in names, "it must name 'index', or ro
 # What an option may be: a type with functions that say what is wrong with a value of that type, or None.
 Discount = Annotated[float, fraction]
 NotNegative = Annotated[float, not_negative]
+NotPositive = Annotated[float, not_positive]
 Positive = Annotated[float, positive]
 Count = Annotated[int, not_negative]
 AtLeastOne = Annotated[int, at_least_one]

@@ -97,7 +97,8 @@ def _episode(options: EnvironmentOptions, seed: int) -> None:
             tagged = f"<{options.action_tag}>{answer}</{options.action_tag}>" if "<" not in answer else answer
             action = parse_action(tagged, seen.actions, options)
             wasted = not action.valid and rule == "noop"
-            step = Step(seen, 0.0, False, {}) if wasted else loop.run_until_complete(session.step(action.text))
+            spent = Step(seen, seen.noop_reward, False, {})
+            step = spent if wasted else loop.run_until_complete(session.step(action.text))
             total += step.reward
             print(f"action {action.text!r}{'' if action.valid else ' (not valid)'}  reward {step.reward:g}")
             past.append((number, seen.text, action.text))

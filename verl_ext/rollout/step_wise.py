@@ -15,13 +15,13 @@ win over the run's. All rollouts of a prompt have the prompt's seed, so they beg
 is for runs without it, and a different value there is refused.
 
 **Actions.** The action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
-made one; upper and lower case do not matter where the environment lists its actions. It is valid if the tags are
-there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
+made one; neither they nor upper and lower case matter where the environment lists its actions. It is valid if the tags
+are there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
 (``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
 MAS take a penalty off its return. What the environment gets then is ``invalid_action``: ``pass`` hands it the text
 (without tags: the last 30 characters, as verl-agent does for text games), ``noop`` spends the step without it (as in
-verl-agent's grid games): the observation stays, the reward is 0. In the history such a step is shown with the same
-text.
+verl-agent's grid games): the observation stays, the reward is the observation's ``noop_reward`` (0, or what every step
+costs there). In the history such a step is shown with the same text.
 
 **Over-long prompts.** A prompt of more than ``rollout.prompt_length`` tokens is shortened: first the oldest pairs of
 the history are left out, one by one; then the current observation is cut at its end; then the list of admissible
@@ -31,7 +31,8 @@ is still too long the trajectory ends, ``failure="prompt_too_long"``.
 **When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory by name
 (:data:`verl_ext.rollout.environments.protocol.FAULTS`). If it does so upon an action, and a new one of the same seed
 can begin, the action has broken it and the model has failed (``failed_trajectories=keep``): its rows are trained on,
-what it had earned is lost (rewards above 0 become 0), ``failure`` says which, ``stop_detail`` how, and the metric
+what it had earned is lost (rewards above 0 become 0, and the last step pays what is missing to ``failed_reward``, which
+belongs at or below the lowest reward of the task), ``failure`` says which, ``stop_detail`` how, and the metric
 ``rollout/failures/<reason>`` counts it. So no model gains by breaking things, and none can end the run by it. A fault
 before the first action, or of an environment that no longer begins, is nobody's failure: the loop raises, the rollout
 is missing. ``raise`` does so with every fault. With ``mask`` the rows are in no statistic and not in the loss, and so
@@ -94,8 +95,12 @@ def _pattern(action: str) -> Any:
 
     RE2 is linear in the text, however many such parts there are.
     """
-    parts = [re2.escape(part) for part in _ANY.split(_BLANKS.sub(" ", action.strip()))]
+    parts = [re2.escape(part) for part in _ANY.split(_one_blank(action))]
     return re2.compile("(?is)" + ".+?".join(parts))
+
+
+def _one_blank(text: str) -> str:
+    return _BLANKS.sub(" ", text.strip())
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,12 @@ def parse_action(answer: str, admissible: Sequence[str] | None, options: Environ
         found = tagged(answer, options.action_tag, any_case=True, most=1)
         valid = valid and bool(found)
         text = found[0] if found else answer[-TAIL:]
-    text = _BLANKS.sub(" ", text.strip())
+    text = _one_blank(text)
     if not text:
         return Action("", False)
     if admissible is not None and options.check_admissible:
         for action in admissible:
-            if text.casefold() == action.casefold():
+            if text.casefold() == _one_blank(action).casefold():
                 return Action(action, valid)
         listed = any(_ANY.search(action) and _pattern(action).fullmatch(text) for action in admissible)
         return Action(text, valid and listed)
@@ -240,6 +245,7 @@ class StepWiseLoop(AgentLoopBase):
                 raise broken
             await self._require_sound(name, arguments, seed, broken)
             episode.rewards = [min(reward, 0.0) for reward in episode.rewards]
+            episode.rewards[-1] += min(0.0, options.failed_reward - sum(episode.rewards))
             for call, reward in zip(episode.calls, episode.rewards, strict=True):
                 call.fields["turn_reward"] = reward
         if not episode.calls:
@@ -297,7 +303,7 @@ class StepWiseLoop(AgentLoopBase):
         episode.calls.append(call)
         episode.rewards.append(0.0)
         if not action.valid and rule == "noop":
-            step = Step(seen, 0.0, False, {})
+            step = Step(seen, seen.noop_reward, False, {})
         else:
             timing: dict[str, float] = {}
             with simple_timer("tool_calls", timing):

@@ -31,7 +31,7 @@ _TASK = re.compile(r"Your task is to:\s*(.+)")
 
 def data_folder(data: str | None) -> Path:
     """The folder of ALFWorld's data: the argument, else ``$ALFWORLD_DATA``, else ``~/.cache/alfworld``."""
-    return Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
+    return Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser().absolute()
 
 
 def configuration(folder: Path, task_types: tuple[int, ...], max_steps: int) -> dict[str, Any]:

@@ -89,12 +89,14 @@ class Preset:
         task: what to do, for the prompt.
         describe: text of an observation.
         success_reward: an episode that ends with a reward of at least this has reached its goal.
+        noop_reward: of a step that an invalid action spends: what every step costs.
     """
 
     actions: tuple[str, ...]
     task: str
     describe: Callable[[Any, Any], str]
     success_reward: float
+    noop_reward: float = 0.0
 
 
 PRESETS = {
@@ -110,12 +112,14 @@ PRESETS = {
         "100 and starts again. Every step costs 1.",
         cliff_walking,
         -1.0,
+        noop_reward=-1.0,
     ),
     "Taxi": Preset(
         ("south", "north", "east", "west", "pickup", "dropoff"),
         "Fetch the passenger with the taxi and bring him to his destination. Every step costs 1.",
         taxi,
         20.0,
+        noop_reward=-1.0,
     ),
     "Blackjack": Preset(
         ("stick", "hit"),
@@ -150,6 +154,7 @@ class GymnasiumEnvironment:
         describe: ``ansi``, an import path, or None for ToyText's descriptions (``ansi`` elsewhere).
         task: what the prompt says to do; None: ToyText's.
         success_reward: an episode that ends (not by a time limit) with a last reward of at least this is a success.
+        noop_reward: of a step that an invalid action spends; None: ToyText's (-1 in CliffWalking and Taxi), else 0.
         map_size: for FrozenLake: side of a map generated from the seed; None: Gymnasium's own maps.
         map_p: for FrozenLake: probability that a generated tile is frozen.
         view: for FrozenLake: ``full``, ``local`` or ``position``.
@@ -170,6 +175,7 @@ class GymnasiumEnvironment:
         describe: str | None = None,
         task: str | None = None,
         success_reward: float | None = None,
+        noop_reward: float | None = None,
         map_size: int | None = None,
         map_p: float = 0.8,
         view: str = "full",
@@ -183,6 +189,7 @@ class GymnasiumEnvironment:
         self.id, self.make, self.map_size, self.map_p = id, dict(make), map_size, map_p
         self.task = task if task is not None else preset.task if preset else ""
         self.success_reward = success_reward if success_reward is not None or not preset else preset.success_reward
+        self.noop_reward = noop_reward if noop_reward is not None else preset.noop_reward if preset else 0.0
         self.describe: Callable[[Any, Any], str] | None = None
         if describe not in (None, "ansi"):
             self.describe = _function(str(describe))
@@ -236,7 +243,7 @@ class GymnasiumEnvironment:
             text = self.describe(self.env, observation)
         else:
             text = plain_text(str(self.env.render()))
-        return Observation(text, self.actions, self.task)
+        return Observation(text, self.actions, self.task, noop_reward=self.noop_reward)
 
     def reset(self, seed: int) -> Observation:
         """Begin the episode of a seed; FrozenLake with ``map_size`` also gets its map from it."""

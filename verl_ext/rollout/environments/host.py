@@ -7,6 +7,10 @@ A child serves one connection, call by call, in a session of its own: whatever i
 one thread only and does nothing else, so that it can always be asked to kill a child that hangs, and to drain what the
 children print. When its control connection ends (the process that started it is gone), it kills its children and ends.
 
+An object is made in the run's folder. Each of its episodes begins in an empty working folder, which the host removes
+once the child has ended, however it did: what an action has written (text games can save and restore) is there
+for no other.
+
 This module needs the standard library only, beside the environment itself.
 """
 
@@ -16,6 +20,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -71,8 +76,11 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _answer(environment: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(environment: Any, call: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if call["do"] == "reset":
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
         return to_wire(reset_result(environment.reset(call["seed"])))
     return to_wire(step_result(environment.step(call["action"])))
 
@@ -86,7 +94,9 @@ def _failure(error: BaseException, when: str = "") -> dict[str, Any]:
     return {"fault": ERROR, "detail": when + explain(error)}
 
 
-def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any]) -> None:
+def _serve(
+    connection: socket.socket, kind: type | EnvironmentUnavailable, kwargs: Mapping[str, Any], folder: str
+) -> None:
     """The life of a child: make the environment, answer until the other side closes the connection."""
     connection.sendall(pack({"pid": os.getpid()}))
     try:
@@ -107,7 +117,7 @@ def _serve(connection: socket.socket, kind: type | EnvironmentUnavailable, kwarg
                 close()
             return
         try:
-            answer = {"value": _answer(environment, call)}
+            answer = {"value": _answer(environment, call, folder)}
         except BaseException as error:
             answer = _failure(error)
         connection.sendall(pack({**answer, "call": call["call"]}))
@@ -131,10 +141,14 @@ def _end_with_host() -> None:
 
 
 class Host:
-    """The host's loop; see the module's text. `control` is the connection to the process that started this one."""
+    """The host's loop; see the module's text.
 
-    def __init__(self, control: socket.socket, name: str) -> None:
-        self.control, self.name = control, name
+    `control` is the connection to the process that started this one, `folder` holds the children's working folders and
+    is removed in the end.
+    """
+
+    def __init__(self, control: socket.socket, name: str, folder: str) -> None:
+        self.control, self.name, self.folder = control, name, folder
         self.children: set[int] = set()
         # Not select(), which fails from descriptor 1024 on: numbers are inherited from the process that started this.
         self.selector = selectors.DefaultSelector()
@@ -162,6 +176,12 @@ class Host:
                 break
         for pid in self.children:
             _kill(pid)
+        for pid in self.children:
+            os.waitpid(pid, 0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _folder_of(self, pid: int) -> str:
+        return os.path.join(self.folder, str(pid))
 
     def _listen(self) -> bool:
         """Take one order; whether there was one."""
@@ -199,6 +219,7 @@ class Host:
                 _kill(pid)
             if os.waitpid(pid, os.WNOHANG)[0]:
                 self.children.discard(pid)
+                shutil.rmtree(self._folder_of(pid), ignore_errors=True)
 
     def _obey(self, order: Mapping[str, Any], passed: list[int]) -> None:
         if order["do"] == "kill":
@@ -238,7 +259,7 @@ class Host:
                 os.close(descriptor)
             self.control.close()
             _end_with_host()
-            _serve(connection, kind, order["kwargs"])
+            _serve(connection, kind, order["kwargs"], self._folder_of(os.getpid()))
             code = 0
         except (ConnectionError, KeyboardInterrupt):
             pass
@@ -265,7 +286,7 @@ class Host:
         return self.preloaded[key] or self.kind
 
 
-def main(control_fd: int, name: str) -> None:
+def main(control_fd: int, name: str, folder: str) -> None:
     """Run a host on an inherited control connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes the connection
-    Host(socket.socket(fileno=control_fd), name).run()
+    Host(socket.socket(fileno=control_fd), name, folder).run()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from verl_ext.integration.options import OptionError, read, select
-from verl_ext.methods.options import AtLeastOne, Count, Positive
+from verl_ext.methods.options import AtLeastOne, Count, NotPositive, Positive
 
 ROOT = "verl_ext.environment"
 
@@ -32,7 +32,8 @@ class EnvironmentOptions:
         required_tags: an answer without a pair of each of these is not valid, such as ``[think]``.
         check_admissible: an action is valid only if it is among the admissible ones, where the environment lists them.
         invalid_action: what happens to an action that is not valid; null: as the environment says. ``noop``: the step
-            is spent, nothing happens, the reward is 0. ``pass``: the environment gets the text (without a tag: its last
+            is spent, nothing happens, the reward is what the environment says of such a step (0, or -1 in CliffWalking
+            and Taxi). ``pass``: the environment gets the text (without a tag: its last
             30 characters) and answers in its own words, which ``gymnasium`` cannot (its numbered actions have no
             number for it: the trajectory fails).
         reward_scale: factor of the environment's rewards. (Published for ALFWorld and WebShop: 10 at success.)
@@ -44,6 +45,8 @@ class EnvironmentOptions:
         failed_trajectories: what becomes of a trajectory whose environment failed. ``keep``: if an action broke it,
             its rows are trained on and what it had earned is lost; if not, it is missing. ``raise``: it is missing.
             ``mask``: its rows are in no statistic and not in the loss.
+        failed_reward: what a trajectory earns at most, with ``keep``, whose environment an action broke. Set it to the
+            lowest reward of the task or below: where an honest failure earns less than 0, breaking things would pay.
     """
 
     name: str | None = None
@@ -61,6 +64,7 @@ class EnvironmentOptions:
     step_timeout_s: Positive = 30.0
     processes: AtLeastOne = 256
     failed_trajectories: Literal["keep", "raise", "mask"] = "keep"
+    failed_reward: NotPositive = 0.0
 
     def __post_init__(self) -> None:
         for tag in (*self.required_tags, *([] if self.action_tag is None else [self.action_tag])):

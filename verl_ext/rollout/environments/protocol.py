@@ -20,7 +20,7 @@ and optionally the class attributes
 ``invalid_action``
     ``"pass"``: an action that is not valid is handed to the environment as it is, which answers in its own words
     (text games; the default). ``"noop"``: the environment has no words for it; the step is spent, nothing happens,
-    the reward is 0.
+    the reward is the observation's ``noop_reward`` (0).
 ``reuse``
     True if one object can be reset again for another trajectory, because it is costly to make. Default False.
 ``requires``
@@ -30,7 +30,9 @@ and optionally the class attributes
     environments' processes are forked, so it must start no threads.
 
 The methods are ordinary functions, which are run in processes of their own, or coroutines, which are run in the
-agent loop's event loop (see :mod:`verl_ext.rollout.environments.runner`).
+agent loop's event loop (see :mod:`verl_ext.rollout.environments.runner`). In such a process ``__init__`` (and
+``preload``) is called in the run's working folder, ``reset`` and ``step`` in one that is empty at first, the episode's
+own, and removed in the end: make relative paths absolute in ``__init__``.
 """
 
 from __future__ import annotations
@@ -58,12 +60,15 @@ class Observation:
             ``search[<query>]``.
         task: what to do in this episode, read from the first observation.
         anchor: what makes two situations equal for HGPO and GiGPO (plain data); None: the text.
+        noop_reward: what a step earns that an invalid action spends here (``invalid_action`` ``noop``). Where every
+            step costs something, such a one has to, or nonsense is worth more than play.
     """
 
     text: str
     actions: tuple[str, ...] | None = None
     task: str = ""
     anchor: Any = None
+    noop_reward: float = 0.0
 
     @property
     def anchor_obs(self) -> Any:
@@ -144,6 +149,19 @@ def plain(value: Any, what: str) -> Any:
     return json.loads(text)
 
 
+def _number(value: Any, what: str) -> float:
+    number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise _garbage(f"{what} {_shown(value)}; expected a number")
+    try:
+        number = float(number)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _garbage(f"{what} {_shown(value)}; expected a finite number")
+    return number
+
+
 def observation(value: Any, where: str) -> Observation:
     """Check what an environment returned as an observation. Raises EnvironmentFault: it is none."""
     if isinstance(value, str):
@@ -172,7 +190,8 @@ def observation(value: Any, where: str) -> Observation:
     anchor = plain(value.anchor, f"the anchor of {where}")
     if max(len(value.text), len(value.task), sum(map(len, actions or ()))) > MAX_BYTES:
         raise _garbage(f"{where} returned more than {MAX_BYTES} characters")
-    return Observation(value.text, actions, value.task, anchor)
+    noop_reward = _number(value.noop_reward, f"{where} returned an Observation whose noop_reward is")
+    return Observation(value.text, actions, value.task, anchor, noop_reward)
 
 
 def reset_result(value: Any) -> Observation:
@@ -196,17 +215,7 @@ def step_result(value: Any) -> Step:
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise _garbage(f"step returned {_shown(value)}; expected (observation, reward, done, info)")
     seen = observation(value[0], "step")
-    reward = value[1]
-    if hasattr(reward, "item") and getattr(reward, "size", 1) == 1:
-        reward = reward.item()
-    if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
-        raise _garbage(f"step returned the reward {_shown(value[1])}; expected a number")
-    try:
-        reward = float(reward)
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise _garbage(f"step returned the reward {_shown(value[1])}; expected a finite number")
+    reward = _number(value[1], "step returned the reward")
     info = {} if value[-1] is None else value[-1]
     if not isinstance(info, Mapping):
         raise _garbage(f"step returned the info {_shown(info)}; expected a dict")
@@ -226,7 +235,7 @@ def to_wire(value: Observation | Step) -> dict[str, Any]:
         wire = to_wire(value.observation)
         return {**wire, "reward": value.reward, "done": value.done, "info": value.info}
     actions = None if value.actions is None else list(value.actions)
-    return {"text": value.text, "actions": actions, "task": value.task, "anchor": value.anchor}
+    return {**vars(value), "actions": actions}
 
 
 def from_wire(wire: Any) -> Observation | Step:
@@ -236,7 +245,8 @@ def from_wire(wire: Any) -> Observation | Step:
     """
     try:
         actions = wire["actions"]
-        seen = Observation(wire["text"], None if actions is None else tuple(actions), wire["task"], wire["anchor"])
+        actions = None if actions is None else tuple(actions)
+        seen = Observation(wire["text"], actions, wire["task"], wire["anchor"], wire["noop_reward"])
         given = (seen, wire["reward"], wire["done"], wire["info"]) if "reward" in wire else None
     except (KeyError, TypeError) as error:
         raise _garbage(f"its process sent {_shown(wire)}: {type(error).__name__}: {error}") from error

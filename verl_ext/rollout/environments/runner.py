@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import fcntl
 import inspect
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -40,6 +44,8 @@ T = TypeVar("T")
 START_SECONDS = 600.0
 #: Orders that a host is given at a time; more would fill the connection to a host that is still loading.
 ORDERS_AT_A_TIME = 16
+#: Of the names of hosts' folders.
+PREFIX = "verl_ext_environments_"
 
 
 class Session(Protocol):
@@ -214,6 +220,25 @@ class _Connection:
             pass
 
 
+def _locked_folder() -> tuple[str, int]:
+    """A new folder for a host, and a descriptor that locks it as long as any process has it.
+
+    Those that nobody locks are removed: Ray kills a worker's hosts with it, and leaves them no time for that.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or in use
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return folder, lock
+
+
 class Host:
     """The parent's side of a host process; one a kind of environment (name or import path) in this process."""
 
@@ -221,14 +246,18 @@ class Host:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
+        self.folder = ""
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        self.folder, lock = _locked_folder()
         package_parent = str(Path(__file__).resolve().parents[3])
-        path = [*sys.path, *([] if package_parent in sys.path else [package_parent])]
+        # Absolute: an environment imports from another working folder, too.
+        path = [*map(os.path.abspath, sys.path), *([] if package_parent in sys.path else [package_parent])]
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from verl_ext.rollout.environments.host import main; main({theirs.fileno()}, {self.name!r})"
+            "from verl_ext.rollout.environments.host import main; "
+            f"main({theirs.fileno()}, {self.name!r}, {self.folder!r})"
         )
         # One thread: a fork of a process with a pool of threads would lack them.
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -236,9 +265,10 @@ class Host:
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what an environment prints is no output of the run
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), lock],
             env={**os.environ, **threads},
         )
+        os.close(lock)
         theirs.close()
         self.control = ours
         return ours
@@ -279,6 +309,7 @@ class Host:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)  # a host that was killed has left it
         self.process = self.control = None
 
 

@@ -10,9 +10,25 @@ at the end; a game for one player counts as won from 1 on. Those for two are pla
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, Observation
+
+
+def in_order(set_invalid_move: Callable[..., Any]) -> Callable[..., Any]:
+    """A game's method with its reason before its reward.
+
+    Countdown, Cryptarithm, Slitherlink and ThreeCardMonte of TextArena 0.7.4 give them the other way round, so that the
+    reward of the second invalid move was a text.
+    """
+
+    def call(*given: Any, **named: Any) -> Any:
+        if len(given) == 2 and isinstance(given[1], str) and not isinstance(given[0], str):
+            given = given[::-1]
+        return set_invalid_move(*given, **named)
+
+    return call
 
 
 class TextArenaEnvironment:
@@ -62,6 +78,7 @@ class TextArenaEnvironment:
                 f"lacks a file: {error}. verl_ext.orchestra.name=textarena_game plays games for two, and "
                 "verl_ext.environment.name=textarena those for one."
             ) from error
+        self.env.state.set_invalid_move = in_order(self.env.state.set_invalid_move)
         return self._observation()
 
     def _observation(self) -> Observation:

@@ -65,6 +65,7 @@ class TextWorldEnvironment:
     ) -> None:
         self.settings = {"rooms": rooms, "objects": objects, "quest_length": quest_length, "theme": theme}
         self.intermediate_reward = intermediate_reward
+        self.games = games_folder().absolute()
         self.game: Any = None
         self.score = 0.0
 
@@ -79,7 +80,7 @@ class TextWorldEnvironment:
 
         described = json.dumps({**self.settings, "seed": seed, "made_by": _MADE_BY, "with": textworld.__version__})
         name = hashlib.sha256(described.encode()).hexdigest()[:16]
-        folder = games_folder() / name
+        folder = self.games / name
         if folder.is_dir():
             return folder / "game.z8"
         folder.parent.mkdir(parents=True, exist_ok=True)

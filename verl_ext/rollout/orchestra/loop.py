@@ -17,8 +17,9 @@ For reading: ``orchestra``, ``model``, ``answer``, ``prompt_tokens_cut``, and in
 trajectory failed, ``""`` when it did not), ``failure_detail`` and ``failures`` (counts by reason, also of what did not
 end it). ``reward_score`` of every row is the outcome.
 
-What goes wrong ends its own trajectory at most: its rows so far are returned with reward 0 (or taken out of the
-batch, ``on_failure``), and a trajectory without any call is one row with an empty loss mask and ``valid_row=False``.
+What goes wrong ends its own trajectory at most: its rows so far are returned with outcome ``failed_reward`` (0; or
+taken out of the batch, ``on_failure``), and a trajectory without any call is one row with an empty loss mask and
+``valid_row=False``.
 Two things end more: an engine that fails is raised, and an orchestra of which each of the first `rows.HOPELESS`
 trajectories of a process has failed is taken for a mistake (in it, the reward function or a limit), and raised too.
 """
@@ -159,6 +160,7 @@ class OrchestraLoop(AgentLoopBase):
 
     async def _play(self, team: Team, lineup: settings.Lineup, task: Task) -> tuple[Result, str, str]:
         """Run the orchestration within its time; what goes wrong becomes a reason and a line of detail."""
+        failed = Result(self.settings.failed_reward)
         work = asyncio.ensure_future(team.play(lineup.orchestra.play, task, lineup.agents, lineup.options))
         try:
             done, _ = await asyncio.wait({work}, timeout=self.settings.time_limit_s)
@@ -166,21 +168,21 @@ class OrchestraLoop(AgentLoopBase):
                 work.cancel()
                 await asyncio.wait({work}, timeout=10.0)
                 await team.close()  # an orchestration that will not be cancelled is left behind, and can ask no more
-                return Result(0.0), agents.TIME_LIMIT, f"no end within {self.settings.time_limit_s} s"
+                return failed, agents.TIME_LIMIT, f"no end within {self.settings.time_limit_s} s"
             return work.result(), "", ""
         except OrchestraFailure as error:
-            return Result(0.0), error.reason, error.detail
+            return failed, error.reason, error.detail
         except asyncio.CancelledError:
             if not work.done():  # it is this loop that is cancelled
                 work.cancel()
                 raise
-            return Result(0.0), agents.ERROR, "the orchestration cancelled itself"
+            return failed, agents.ERROR, "the orchestration cancelled itself"
         except EnvironmentUnavailable:
             raise  # no trajectory of the run can play it
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-            return Result(0.0), agents.ERROR, f"{type(error).__name__}: {error}{at}"
+            return failed, agents.ERROR, f"{type(error).__name__}: {error}{at}"
 
     def _lineup(self, name: str | None) -> settings.Lineup:
         key = name or ""
@@ -330,12 +332,12 @@ class OrchestraLoop(AgentLoopBase):
     ) -> list[AgentLoopOutput]:
         calls = team.calls
         kept = not failure or self.settings.on_failure != "exclude"
-        # A trajectory that failed has earned nothing: a reward given before may not outlive what came to an end by it.
+        # Of a trajectory that failed the outcome alone counts: a reward given before may not outlive what ended by it.
         rewards = [0.0 if failure else float(call.reply.reward) for call in calls]
         if result.rewards:
             for name, place in {call.agent.name: place for place, call in enumerate(calls)}.items():
                 rewards[place] += result.rewards[name]
-        elif calls and not failure and not result.summed:
+        elif calls and not result.summed:
             rewards[-1] += result.outcome
         for call in calls:
             call.completion.row.trained = kept

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_ext.integration import endpoints, model_options, options
 from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.options import OptionError, near, select
-from verl_ext.methods.options import AtLeastOne, Positive
+from verl_ext.methods.options import AtLeastOne, NotPositive, Positive
 from verl_ext.rollout import mcp_tools
 from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
@@ -37,8 +37,10 @@ class Limits:
         overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
             never the role or an example, loses its middle, marked ``[...]``; if it does not fit even so, the next
             longest too), or its call fails (``end``). Both are counted.
-        on_failure: rows of a trajectory that failed get outcome 0 and stay samples (``zero_reward``), or are taken out
-            of statistics and loss (``exclude``, ``valid_row=False``).
+        on_failure: rows of a trajectory that failed get outcome `failed_reward` and stay samples (``zero_reward``), or
+            are taken out of statistics and loss (``exclude``, ``valid_row=False``).
+        failed_reward: outcome of a trajectory that failed. Set it to the lowest reward of the task or below: where a
+            wrong answer earns less than 0, breaking what plays or judges would pay.
     """
 
     max_calls: AtLeastOne = 64
@@ -47,6 +49,7 @@ class Limits:
     reward_timeout_s: Positive = 60.0
     overlong_prompt: Literal["shorten", "end"] = "shorten"
     on_failure: Literal["zero_reward", "exclude"] = "zero_reward"
+    failed_reward: NotPositive = 0.0
 
 
 @dataclass(frozen=True)

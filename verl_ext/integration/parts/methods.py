@@ -26,6 +26,9 @@ DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 WEIGHTED = {"otb", *VERL_OTB}
 """Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
+OF_ALL_AGENTS = ("dr_mas", "mix")
+"""Estimators that see the prompts as they are where agents have a reward each: the level of dr_mas says whom it
+compares, and each part of a mixture sees its own."""
 
 
 class Methods(Part):
@@ -112,9 +115,19 @@ def estimate(
     verls: Callable[..., Any], data: Any, keys: list[str], name: Any, active: ActiveBatch, **settings: Any
 ) -> Any:
     """verl's ``compute_advantage_for_multi_trajectories`` with the row fields at hand, and the parts of a mixture
-    computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]."""
+    computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]. Where agents have rewards each, the samples
+    of a prompt are those of one agent."""
 
     def compute(data: Any, name: Any) -> Any:
+        if getattr(name, "value", name) in OF_ALL_AGENTS:
+            return weighted(data, name)
+        prompts = data.non_tensor_batch["uid"]
+        data.non_tensor_batch["uid"] = columns.of_agents(prompts, active.columns)
+        data = weighted(data, name)
+        data.non_tensor_batch["uid"] = prompts
+        return data
+
+    def weighted(data: Any, name: Any) -> Any:
         kept = active.columns.get("row_mask")
         if kept is None or getattr(name, "value", name) not in WEIGHTED:
             return of_samples(data, name)

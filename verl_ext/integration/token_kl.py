@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration.imitation import Positions
+from verl_ext.integration.imitation import BLOCK_ROWS, Positions
 from verl_ext.integration.micro_batch import ONE_PASS, said
 from verl_ext.integration.options import OptionError, select
 from verl_ext.methods.rejection import exact_token_kl, top_k_token_kl
@@ -62,16 +62,21 @@ def token_kl(at: Positions) -> torch.Tensor:
     sampler, ids = _of_sampler(at.micro_batch, device)
     if not len(sampler):
         return found
-    logits = at.logits()[token]
     labels = at.labels[token]
     if ids is None:
-        if sampler.shape != logits.shape:
-            raise RuntimeError(f"{KEY}=exact: sampler and trainer have {sampler.shape[1]} and {logits.shape[1]} tokens")
-        kl = exact_token_kl(sampler[None], logits[None])[0]
+        if sampler.shape[1] != at.flat.shape[1]:
+            raise RuntimeError(
+                f"{KEY}=exact: sampler and trainer have {sampler.shape[1]} and {at.flat.shape[1]} tokens"
+            )
+        pairs = zip(sampler.split(BLOCK_ROWS), at.blocks(token), strict=True)
+        kl = torch.cat([exact_token_kl(few[None], x[None])[0] for few, x in pairs])
         sampled, known = sampler.gather(-1, labels[:, None])[:, 0], torch.ones_like(labels, dtype=torch.bool)
     else:
-        normaliser = torch.cat([part.float().logsumexp(-1, keepdim=True) for part in logits.split(1024)])
-        kl = top_k_token_kl(sampler, logits.gather(-1, ids).float() - normaliser)
+        pairs = zip(ids.split(BLOCK_ROWS), at.blocks(token), strict=True)
+        kl = top_k_token_kl(
+            sampler,
+            torch.cat([x.gather(-1, few).float() - x.float().logsumexp(-1, keepdim=True) for few, x in pairs]),
+        )
         here = ids == labels[:, None]
         sampled, known = torch.where(here, sampler, 0.0).sum(-1), here.any(-1)
     said_before = at.micro_batch["rollout_log_probs"].values()[token].to(sampled)

@@ -17,7 +17,9 @@ from verl.utils import tensordict_utils as tu
 
 from verl_ext.integration import checks, imitation, losses, token_kl
 from verl_ext.integration.config import HybridImitationPolicyLossConfig
+from verl_ext.integration.micro_batch import ONE_PASS
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.pruning import Pruning
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -160,6 +162,17 @@ def test_recipe_passes_and_asks_for_the_reference() -> None:
     made = config()
     assert checks.check(made) == []
     assert made.actor_rollout_ref.actor.use_kl_loss is True and made.actor_rollout_ref.actor.kl_loss_coef == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["[grpo,hybrid_imitation]", "[grpo,trm,cpu]", "[otb,hybrid_imitation]"])
+def test_one_pass_makes_all_log_probabilities_where_one_of_them_needs_it(recipe: str) -> None:
+    """Also where auto leaves them to verl, on CUDA: the old policy's must be comparable with the update's."""
+    exact = ["algorithm.trm.divergence=exact", "actor_rollout_ref.rollout.name=embedded"] if "trm" in recipe else []
+    part = Pruning(config(*exact, recipe=recipe))
+    assert [part.info(what)[ONE_PASS] for what in ("old", "reference", "update")] == ["on"] * 3
+    without = config(*exact, "++verl_ext.one_pass=false", recipe=recipe)
+    with pytest.raises(OptionError, match=r"(exact|hybrid_imitation) needs the pass over the logits, but verl_ext\.on"):
+        checks.check(without)
 
 
 @pytest.mark.seconds

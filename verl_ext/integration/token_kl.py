@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_ext.integration import dvp
 from verl_ext.integration.imitation import BLOCK_ROWS, Positions
 from verl_ext.integration.micro_batch import ONE_PASS, said
 from verl_ext.integration.options import OptionError, select
@@ -121,6 +122,7 @@ def ask(config: Any, count: int) -> None:
     """Have the embedded engine send its `count` largest log-probabilities at each position; -1: all."""
     from omegaconf import OmegaConf
 
+    dvp.ask_one_pass(config)
     if config.actor_rollout_ref.rollout.name == "embedded":
         key = "actor_rollout_ref.rollout.engine_kwargs.embedded.top_logprobs"
         OmegaConf.update(config, key, count, force_add=True)
@@ -129,6 +131,7 @@ def ask(config: Any, count: int) -> None:
 def check(config: Any, divergence: str, count: int, limit_gib: float) -> list[str]:
     """Refuse what cannot give the divergence, and batches whose distributions (`count` numbers a token; -1: the whole
     vocabulary) take more than `limit_gib`. Returns warnings."""
+    dvp.refuse_without_one_pass(config, f"{KEY}={divergence}")
     policy = config.actor_rollout_ref
     mode = select(select(config.trainer, "v1"), "trainer_mode", "sync")
     refused = {

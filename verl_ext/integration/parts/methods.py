@@ -53,7 +53,13 @@ class Methods(Part):
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         check_advantages(data.batch["advantages"], keys, str(select(self.config.algorithm, "adv_estimator")))
         self.metrics.update(active.metrics)
-        self.metrics.update(trajectory_metrics(active.columns))
+        self.metrics.update(trajectory_metrics(active.columns, active.earned))
+
+
+class LearningSignal(Part):
+    """What the update is made of, once all has had its say on the advantages."""
+
+    def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         self.metrics.update(learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"]))
 
 
@@ -101,13 +107,14 @@ def _alone(config: Any, names: list[str]) -> list[str]:
 
 
 def _gamma(config: Any, names: list[str]) -> list[str]:
-    """One key for all: recipes that publish different discounts share the last one's."""
-    shared = [name for name in names if name in DISCOUNTED]
+    """One key for all that have none of their own: recipes that publish different discounts share the last one's."""
+    shared = [n for n in names if n in DISCOUNTED and select(select(config.algorithm, n), "gamma") is None]
     if len(shared) < 2 or "trloo" not in shared:
         return []
     return [
         f"{' and '.join(shared)} share algorithm.gamma={config.algorithm.gamma}, though they were published with "
-        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides."
+        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides; "
+        "algorithm.<method>.gamma sets one's own."
     ]
 
 
@@ -195,6 +202,7 @@ def complete(active: ActiveBatch, data: Any) -> None:
     rewards = data.batch["token_level_rewards"].double().sum(-1)
     valid = active.columns["valid_row"]
     active.columns["score"] = rewards.numpy()
+    active.earned = {"valid_row": valid, **active.earned, "score": scores.numpy()}
     if "turn_reward" not in active.columns:
         if columns.one_row_each(active.columns["traj_uid"], valid):
             active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)

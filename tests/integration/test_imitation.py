@@ -119,9 +119,7 @@ def test_the_temperature_divides_in_float32(temperature: Any, top_k: int | None)
     ids = [torch.randint(vocabulary, (prompt + length,), generator=generator) for length in lengths]
     logits = [(torch.randn(len(row), vocabulary, generator=generator) * 3 + 25).bfloat16() for row in ids]
     degrees = torch.as_tensor(temperature).expand(2)
-    sampler = [
-        (x[prompt - 1 : -1].float() / degree).log_softmax(-1) for x, degree in zip(logits, degrees, strict=True)
-    ]
+    sampler = [(x[prompt - 1 : -1].float() / degree).log_softmax(-1) for x, degree in zip(logits, degrees, strict=True)]
     label = [x.gather(-1, row[prompt:, None])[:, 0] for x, row in zip(sampler, ids, strict=True)]
     said = [{token_kl.LOG_PROBS: x.numpy()} for x in sampler]
     if top_k is not None:

@@ -97,7 +97,7 @@ def test_null_is_off() -> None:
         ("dvp.prune_reference=1", r"dvp\.prune_reference is 1; give true or false"),
         ("verl_ext.one_pass=perhaps", r"verl_ext\.one_pass is 'perhaps'; choose one of auto, true, false"),
         ("verl_ext.mismatch_metrics=3", r"verl_ext\.mismatch_metrics is 3; give true or false"),
-        ("verl_ext.one_pass=false", r"dvp\.rho=6\.144e-06 prunes in the pass .*verl_ext\.one_pass=false"),
+        ("verl_ext.one_pass=false", r"dvp\.rho=6\.144e-06 needs the pass .*verl_ext\.one_pass=false"),
         ("trainer.use_v1=false", r"trainer\.use_v1=false, but every recipe"),
         ("actor_rollout_ref.model.use_fused_kernels=true", r"use_fused_kernels=false"),
         ("actor_rollout_ref.actor.strategy=megatron", r"actor\.strategy=megatron .*Set .* to fsdp or fsdp2"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from ranks import run_ranks, starts_ranks
+from tensordict import TensorDict
 
 from verl_ext.integration import engine
 from verl_ext.integration.agent_gradients import AgentGradientsMixin
@@ -337,6 +338,21 @@ def test_auto_uses_the_pass_where_it_was_measured() -> None:
 def test_pruning_where_it_cannot_be_done_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"dvp.rho=0.01 cannot prune here: .*{message}"):
         asked(**engine.engine_info("auto", 0.01), **settings)
+
+
+def test_settings_that_a_loss_reports_are_the_same_of_a_micro_batch_without_tokens() -> None:
+    """verl averages them over the micro-batches."""
+    from verl.utils.metric import AggregationType, Metric
+
+    def loss(*, model_output: Any, data: Any) -> Any:
+        return model_output["log_probs"].values().sum(), {"kl_coef": 0.001, "loss": Metric(AggregationType.MEAN, 0.2)}
+
+    def jagged(values: list[int]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(values)], layout=torch.jagged)
+
+    data = TensorDict({"response_mask": jagged([0, 0])}, batch_size=1)
+    value, found = engine._unless_empty(loss)(model_output={"log_probs": jagged([1, 2])}, data=data)
+    assert value == 0.0 and found["kl_coef"] == 0.001 and found["loss"].aggregate() == 0.0
 
 
 def test_engine_is_told_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import imitation_process as cases
@@ -11,10 +12,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from ranks import run_ranks, starts_ranks
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
-from verl_ext.integration import checks, losses
+from verl_ext.integration import checks, imitation, losses, token_kl
 from verl_ext.integration.config import HybridImitationPolicyLossConfig
+from verl_ext.integration.micro_batch import ONE_PASS
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.pruning import Pruning
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -101,6 +106,47 @@ def test_distributions_of_other_tokens_are_refused(found: dict[str, Any]) -> Non
     assert "are not those of the row's tokens" in found["token_kl"]["other"]
 
 
+@pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.7, 1.3]), 1.0])
+@pytest.mark.parametrize("top_k", [None, 20])
+def test_the_temperature_divides_in_float32(temperature: Any, top_k: int | None) -> None:
+    """A sampler with the trainer's very logits, which are bfloat16: nothing is between them but the rounding."""
+    vocabulary, prompt, lengths = 2000, 2, (1100, 200)
+    generator = torch.Generator().manual_seed(0)
+
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    ids = [torch.randint(vocabulary, (prompt + length,), generator=generator) for length in lengths]
+    logits = [(torch.randn(len(row), vocabulary, generator=generator) * 3 + 25).bfloat16() for row in ids]
+    degrees = torch.as_tensor(temperature).expand(2)
+    sampler = [(x[prompt - 1 : -1].float() / degree).log_softmax(-1) for x, degree in zip(logits, degrees, strict=True)]
+    label = [x.gather(-1, row[prompt:, None])[:, 0] for x, row in zip(sampler, ids, strict=True)]
+    said = [{token_kl.LOG_PROBS: x.numpy()} for x in sampler]
+    if top_k is not None:
+        few = [x.topk(top_k) for x in sampler]
+        said = [{token_kl.LOG_PROBS: x.values.numpy(), token_kl.IDS: x.indices.int().numpy()} for x in few]
+    columns = {
+        "input_ids": ids,
+        "prompts": [row[:prompt] for row in ids],
+        "responses": [row[prompt:] for row in ids],
+        "response_mask": [torch.ones(length, dtype=torch.int64) for length in lengths],
+        "rollout_log_probs": label,
+    }
+    micro_batch = TensorDict({name: jagged(rows) for name, rows in columns.items()}, batch_size=2)
+    tu.assign_non_tensor(micro_batch, use_remove_padding=True)
+    tu.assign_non_tensor_stack(micro_batch, "extra_fields", said)
+    if isinstance(temperature, torch.Tensor):
+        micro_batch["temperature"] = temperature
+    else:
+        tu.assign_non_tensor(micro_batch, temperature=temperature)
+    at = imitation.Positions(SimpleNamespace(logits=torch.cat(logits)[None]), micro_batch)
+    assert token_kl.token_kl(at).max() < 1e-6
+    torch.testing.assert_close(at.logits().float().log_softmax(-1), torch.cat(sampler))
+    if top_k is not None:
+        found = imitation.teacher_columns(at, top_k)["teacher_logprobs"].values()[at.chosen]
+        torch.testing.assert_close(found, torch.cat([x.values for x in few]))
+
+
 def config(*overrides: str, recipe: str = "[grpo,hybrid_imitation]") -> Any:
     search = f"hydra.searchpath=[file://{recipe_root()}]"
     more = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm", *overrides]
@@ -114,6 +160,17 @@ def test_recipe_passes_and_asks_for_the_reference() -> None:
     made = config()
     assert checks.check(made) == []
     assert made.actor_rollout_ref.actor.use_kl_loss is True and made.actor_rollout_ref.actor.kl_loss_coef == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["[grpo,hybrid_imitation]", "[grpo,trm,cpu]", "[otb,hybrid_imitation]"])
+def test_one_pass_makes_all_log_probabilities_where_one_of_them_needs_it(recipe: str) -> None:
+    """Also where auto leaves them to verl, on CUDA: the old policy's must be comparable with the update's."""
+    exact = ["algorithm.trm.divergence=exact", "actor_rollout_ref.rollout.name=embedded"] if "trm" in recipe else []
+    part = Pruning(config(*exact, recipe=recipe))
+    assert [part.info(what)[ONE_PASS] for what in ("old", "reference", "update")] == ["on"] * 3
+    without = config(*exact, "++verl_ext.one_pass=false", recipe=recipe)
+    with pytest.raises(OptionError, match=r"(exact|hybrid_imitation) needs the pass over the logits, but verl_ext\.on"):
+        checks.check(without)
 
 
 @pytest.mark.seconds

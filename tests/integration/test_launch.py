@@ -91,6 +91,8 @@ def test_loss_recipe_alone_and_shared_discount_are_warned_about() -> None:
     assert "sets only the policy loss" in warning and "+recipe=[grpo,kpo]" in warning
     (warning,) = checks.check(config("+recipe=[trloo,hgpo,step_wise]", "actor_rollout_ref.rollout.n=4"))
     assert "share algorithm.gamma=0.95" in warning
+    own = ["+algorithm.trloo.gamma=1.0", "actor_rollout_ref.rollout.n=4"]
+    assert checks.check(config("+recipe=[trloo,hgpo,step_wise]", *own)) == []
 
 
 @pytest.mark.parametrize(

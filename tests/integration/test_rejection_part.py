@@ -18,11 +18,12 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 
 from verl_ext.integration import checks, columns
+from verl_ext.integration.metrics import learning_signal
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import PARTS, checkpoints, rejection
 from verl_ext.integration.parts.columns import Columns, dicts
 from verl_ext.integration.parts.length_lr import LengthLearningRate
-from verl_ext.integration.parts.methods import Methods
+from verl_ext.integration.parts.methods import LearningSignal, Methods
 from verl_ext.integration.parts.modifiers import Modifiers
 from verl_ext.integration.parts.pruning import Outside, Pruning
 from verl_ext.integration.wraps import STRICT
@@ -180,7 +181,7 @@ def trainer_of(cfg: Any) -> Any:
     cls = v1.get_trainer_cls("sync")
     trainer = cls.__new__(cls)
     trainer.config, trainer.tokenizer = cfg, Tokenizer()
-    tried = (Columns, rejection.RejectionRules, Pruning, Methods, Modifiers)
+    tried = (Columns, rejection.RejectionRules, Pruning, Methods, Modifiers, LearningSignal)
     trainer.parts = tuple(part(cfg, trainer) for part in PARTS if part in tried and part.wanted(cfg))
     trainer._rows = columns.ActiveBatch(columns={})
     return trainer
@@ -294,6 +295,21 @@ def test_agents_with_a_reward_each_are_judged_by_their_own_spread(winners: list[
     part.before_advantage(data, keys, active)
     assert int(part._kept.sum()) == kept
     assert active.columns["row_mask"].tolist() == [kept > 0] * 8
+
+
+def test_the_field_that_prs_lacks_is_named() -> None:
+    """`draw` is made of it, and is read of no row."""
+    keys, said = ["u_0_0", "u_1_0"], [{"coverage": 0.5, "correct": True}] * 2
+    found, missing = columns.row_fields(keys, [{}] * 2, said)
+    active = columns.ActiveBatch(columns=found, missing=missing, extra_fields=said)
+    uids = np.array(["u"] * 2, dtype=object)
+    data = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 3)}, non_tensors={"uid": uids})
+    cfg = config("+recipe=grpo", "+algorithm.rejection.prs=true")
+    part = rejection.RejectionRules(cfg, SimpleNamespace(global_steps=1))
+    with pytest.raises(
+        columns.RowFieldMissing, match=r"^prs needs the row field 'prompt_index'.*\(extra_info\.index\)"
+    ):
+        part.before_advantage(data, keys, active)
 
 
 def test_an_agent_loop_may_say_what_a_void_turn_is(store: Any) -> None:
@@ -423,10 +439,13 @@ def test_empg_follows_the_estimator_and_leaves_rejected_rows_out(store: Any) -> 
     for row, found in enumerate(stored(store, batch, "advantages")):
         assert found == pytest.approx(expected[row, : len(found)].tolist(), abs=1e-6)
     assert expected[1].abs().max() == 0 and expected[2, 0] != 0
-    metrics = trainer.parts[-1].metrics
+    modifier, signal = trainer.parts[-2:]
+    metrics = modifier.metrics
     assert metrics["empg/step_entropy/min"] == pytest.approx(0.1)
     assert metrics["empg/step_entropy/max"] == pytest.approx(0.7)
     assert metrics["empg/advantage_rms/after"] != metrics["empg/advantage_rms/before"]
+    what = learning_signal({"valid_row": np.arange(8) < 7}, expected, mask)  # of what is trained
+    assert signal.metrics == pytest.approx(what, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -446,8 +465,15 @@ def test_modifiers_and_schedule_are_checked_at_launch(override: str, message: st
 
 
 def test_two_warm_ups_are_warned_about() -> None:
-    (warning,) = checks.check(config("+recipe=[grpo,length_lr]", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"))
-    assert "both warm up" in warning
+    actor, critic = (f"{name}.optim.lr_warmup_steps" for name in ("actor_rollout_ref.actor", "critic"))
+    (warning,) = checks.check(config("+recipe=[grpo,length_lr]", f"{actor}=5"))
+    assert f"warmup_steps=10 warms up on top of {actor}, and" in warning and f"warmup_steps=0, or {actor}=0." in warning
+    # verl falls back to the ratio where the number of steps is 0
+    (warning,) = checks.check(config("+recipe=[grpo,length_lr]", f"{actor}=0", f"{actor}_ratio=0.1"))
+    assert f"warmup_steps=0, or {actor}_ratio=0." in warning
+    of_critic = ["critic.enable=true", f"{critic}=5", f"{critic}_ratio=0.1"]
+    (warning,) = checks.check(config("+recipe=[grpo,length_lr]", *of_critic))
+    assert f", or {critic}=0, {critic}_ratio=0." in warning
 
 
 def lengths_seen(part: LengthLearningRate, store: Any, steps: dict[int, int]) -> list[float]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, row_fields
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import rollouts, train_agents
+from verl_ext.integration.parts import methods, rollouts, train_agents
+from verl_ext.integration.parts.columns import Columns
 from verl_ext.methods.returns import turn_returns
 
 
@@ -54,6 +56,51 @@ def test_returns_of_the_trained_are_those_over_all_rows(gamma: float) -> None:
     np.testing.assert_allclose(everyone, columns["turn_reward"], rtol=1e-12, atol=1e-12)
 
 
+def test_the_discount_is_that_of_the_estimators() -> None:
+    algorithm = {"gamma": 1.0, "adv_estimator": "mix", "mix": {"trloo": 0.5, "grpo": 0.5}, "trloo": {"gamma": 0.5}}
+    config = OmegaConf.create({"algorithm": algorithm, "verl_ext": {"train_agents": ["planner"]}})
+    keys, said = (
+        ["u_0_0", "u_0_1"],
+        [{"agent_id": "planner", "turn_reward": 0.0}, {"agent_id": "a", "turn_reward": 1.0}],
+    )
+    columns, missing = row_fields(keys, [{}] * 2, said)
+    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said)
+    train_agents.TrainAgents.check(config)
+    train_agents.TrainAgents(config).on_batch(SimpleNamespace(keys=keys, tags=[{}] * 2), active, {})
+    assert active.columns["turn_reward"].tolist() == [0.5, 0.0]
+    config.algorithm.mix.hgpo = 1.0
+    with pytest.raises(OptionError, match=r"several \(trloo: 0\.5, hgpo: 1\)\. Set algorithm\.gamma"):
+        train_agents.TrainAgents.check(config)
+    config.algorithm.hgpo = {"gamma": 0.5}
+    assert train_agents.TrainAgents.check(config) == []
+
+
+def test_rewards_of_trajectories_are_those_that_were_earned() -> None:
+    """Neither discounted on their way to a trained row, nor lost before the first one, nor with KL."""
+    algorithm = {"gamma": 0.5, "adv_estimator": "trloo"}
+    config = OmegaConf.create({"algorithm": algorithm, "verl_ext": {"train_agents": ["worker"]}})
+    keys = ["u_0_0", "u_0_1", "u_0_2", "u_1_0"]
+    earned = [("planner", 1.0), ("worker", 0.0), ("planner", 2.0), ("planner", 4.0)]
+    said = [{"agent_id": agent, "turn_reward": reward} for agent, reward in earned]
+    batch, active = SimpleNamespace(keys=keys, tags=[{}] * 4), ActiveBatch(columns={})
+    table = Columns(config)
+    table._extra = dict(zip(keys, said, strict=True))
+    for part in (table, train_agents.TrainAgents(config)):
+        part.on_batch(batch, active, {})
+    scores = torch.tensor([[3.0], [3.0], [3.0], [4.0]])
+    ones = torch.ones(4, 1)
+    data = SimpleNamespace(
+        batch={"token_level_scores": scores, "token_level_rewards": scores - 0.25, "response_mask": ones}
+    )
+    methods.complete(active, data)
+    assert active.columns["turn_reward"].tolist() == [-0.25, 0.75, -0.25, -0.25]
+    data.batch["advantages"] = ones
+    part = methods.Methods(config)
+    part.after_advantage(data, keys, active)
+    found = {name: part.metrics[f"trajectory/{name}"] for name in ("reward/mean", "reward/max", "turns/max")}
+    assert found == {"reward/mean": 3.5, "reward/max": 4.0, "turns/max": 1.0}
+
+
 def test_the_option_is_a_list_of_names() -> None:
     def named(value: Any) -> tuple[str, ...]:
         return train_agents.train_agents(OmegaConf.create({"verl_ext": {"train_agents": value}}))
@@ -68,7 +115,7 @@ def test_the_option_is_a_list_of_names() -> None:
 def test_a_name_that_the_orchestra_does_not_have_is_refused() -> None:
     def check(*names: str, team: str | None = "solver_verifier") -> list[str]:
         nodes = {"train_agents": list(names), "orchestra": {"name": team}}
-        return train_agents.TrainAgents.check(OmegaConf.create({"verl_ext": nodes}))
+        return train_agents.TrainAgents.check(OmegaConf.create({"algorithm": {}, "verl_ext": nodes}))
 
     assert check("solver", "verifier") == check("verifer", team=None) == []
     message = (

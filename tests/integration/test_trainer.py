@@ -321,7 +321,7 @@ def test_agents_with_a_reward_each_are_compared_by_their_own(name: str) -> None:
     zeros = torch.zeros(8, 2)
     tensors = {"response_mask": torch.tensor([[1, 1], [1, 0]] * 4)}
     tensors |= {"token_level_scores": zeros, "token_level_rewards": zeros}
-    uids = np.array([f"u{turn % 2}" for turn in range(8)], dtype=object)  # as if [index, agent_id] were the group
+    uids = np.array(["u"] * 8, dtype=object)
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
     methods.complete(active, data)
     assert data.batch["token_level_rewards"].sum(-1).tolist() == wins
@@ -338,3 +338,37 @@ def test_agents_with_a_reward_each_are_compared_by_their_own(name: str) -> None:
     advantages = estimated.batch["advantages"][:, 0]
     assert torch.equal(advantages.sign(), torch.tensor(wins))
     assert active.columns["traj_uid"].tolist() == ["u_0"] * 4 + ["u_1"] * 4
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo", "hgpo", "otb", "trloo", "dr_mas", "mix"])
+def test_agents_with_a_reward_each_are_not_compared_with_each_other(name: str) -> None:
+    """One player wins all games of the prompt, the other loses all: neither has anything to learn."""
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    keys = [f"u_{game}_{row}" for game in range(4) for row in range(2)]
+    said = [
+        {"agent_id": f"player_{row}", "agent_reward": 1.0 - 2 * row, "turn_reward": 1.0 - 2 * row, "turn_index": turn}
+        for row, turn in [(0, 0), (1, 1), (1, 0), (0, 1)] * 2  # whose turn it is says nothing of who it is
+    ]
+    for row in said:
+        row["anchor_obs"] = "an empty board"
+    found, missing = columns.row_fields(keys, [{}] * 8, said)
+    active = columns.ActiveBatch(columns=found, missing=missing, extra_fields=said)
+    zeros, ones = torch.zeros(8, 2), torch.ones(8, 2)
+    tensors = {"response_mask": ones.long(), "token_level_scores": zeros, "token_level_rewards": zeros}
+    tensors |= {"old_log_probs": -ones, "sum_pi_squared": 0.5 * ones}
+    uids = np.array(["u"] * 8, dtype=object)
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
+    methods.complete(active, data)
+
+    def estimate(**options: Any) -> torch.Tensor:
+        config = OmegaConf.create({"gamma": 1.0, "mix": {"grpo": 1.0, "gigpo": 1.0, "dr_mas": 1.0}, **options})
+        asked = AdvantageEstimator(name) if name in ("grpo", "rloo") else name
+        out = methods.estimate(compute_advantage_for_multi_trajectories, data, keys, asked, active, config=config)
+        assert out.non_tensor_batch["uid"].tolist() == ["u"] * 8
+        return out.batch["advantages"]
+
+    torch.testing.assert_close(estimate(), zeros, rtol=0, atol=1e-6)
+    if name == "dr_mas":  # the baseline over all agents is what it is
+        assert estimate(dr_mas={"level": "global_rows"}).abs().min() > 0.5

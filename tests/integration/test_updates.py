@@ -292,6 +292,16 @@ def test_no_mini_batch_of_verls_is_without_a_row_that_is_trained_on() -> None:
     assert batch.keys == before and part.metrics == {}
 
 
+@pytest.mark.parametrize("asked", [2, None])
+def test_a_batch_of_which_nothing_is_left_is_refused(asked: int | None) -> None:
+    """The loss was 0/0, and with updates_per_batch the NaN went into the weights."""
+    batch, part = taken_out(15, asked)
+    part.on_sample(batch)
+    part.row_multiple(1, 1)
+    with pytest.raises(BatchError, match=r"took out all 15 rows of this batch .*Mend what makes the rollouts fail"):
+        part.on_batch(batch, ActiveBatch(columns={}), {})
+
+
 # ---- the trainer's side --------------------------------------------------------------------------------------------
 
 

@@ -179,6 +179,8 @@ class ActiveBatch:
         extra_fields: [B] what the agent loop said of each row, {} for padding.
         component: computes another registered estimator on this batch exactly as verl would; set by the trainer.
         metrics: an estimator's own metrics go here, under verl's ``name/part`` scheme.
+        earned: ``valid_row``, ``score`` and, where it is known, ``turn_reward`` without KL in the reward, and before
+            `train_agents` takes rows out.
     """
 
     columns: dict[str, Any]
@@ -186,6 +188,7 @@ class ActiveBatch:
     extra_fields: Sequence[Mapping[str, Any]] = ()
     component: Callable[[str], tuple[torch.Tensor, torch.Tensor]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    earned: dict[str, Any] = field(default_factory=dict)
 
     def column(self, name: str) -> Any:
         """A column by name, or None. One that is not in `NAMES` is what the agent loops said of each row.
@@ -253,6 +256,8 @@ HOW_TO_PROVIDE = {
     "reward_score of all but the last output)",
     "agent_id": "put the agent's name in AgentLoopOutput.extra_fields['agent_id']",
     "anchor_obs": "put the raw observation in AgentLoopOutput.extra_fields['anchor_obs']",
+    "prompt_index": "put the prompt's place in the data (extra_info.index) in AgentLoopOutput.extra_fields["
+    "'prompt_index'], as the loop verl_ext_kernels does",
     "sum_pi_squared": "use the recipe `otb` (its trainer asks the engine for it), without bypass mode and without "
     "fused kernels",
 }

@@ -82,6 +82,21 @@ def one_pass(config: Any) -> str:
     return str(named)
 
 
+def ask_one_pass(config: Any) -> None:
+    """Have all passes over the logits made by ours where ``verl_ext.one_pass`` leaves the choice: one of them needs it,
+    and the ratio of an update to the old policy would measure what verl's rounds in another way."""
+    from omegaconf import OmegaConf
+
+    if one_pass(config) == "auto":
+        OmegaConf.update(config, "verl_ext.one_pass", True, force_add=True)
+
+
+def refuse_without_one_pass(config: Any, what: str) -> None:
+    """Raises OptionError: `what` needs the pass over the logits, and ``verl_ext.one_pass=false``."""
+    if one_pass(config) == "off":
+        raise OptionError(f"{what} needs the pass over the logits, but verl_ext.one_pass=false. Leave one of them out.")
+
+
 def mismatch_wanted(config: Any) -> bool:
     """``verl_ext.mismatch_metrics``; by default true with pruning and false without."""
     wanted = option(config, "mismatch_metrics", bool | None)
@@ -98,7 +113,7 @@ def check(config: Any) -> list[str]:
         OptionError: a bad option, an engine that cannot prune, or a sampler that would not sample from the policy that
             is trained; the message names both values.
     """
-    wanted = one_pass(config)
+    one_pass(config)
     if mismatch_wanted(config) and not config.actor_rollout_ref.rollout.get("calculate_log_probs", True):
         raise OptionError(
             "the mismatch metrics and dvp compare the trainer with the sampler, but "
@@ -108,10 +123,7 @@ def check(config: Any) -> list[str]:
     if found is None:
         return []
     rho = float(found.rho or 0.0)
-    if wanted == "off":
-        raise OptionError(
-            f"dvp.rho={rho:g} prunes in the pass over the logits, but verl_ext.one_pass=false. Leave one of them out."
-        )
+    refuse_without_one_pass(config, f"dvp.rho={rho:g}")
     _check_trainer(config, found)
     _check_sampler(config, rho)
     return _warnings(config)

@@ -174,7 +174,8 @@ class OnePassMixin:
 
 def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
     """The loss function, but 0 for a micro-batch without tokens, as where all have left the safe set: some losses of
-    verl refuse it. Its metrics are 0 as well, since verl's ranks have to report the same ones equally often."""
+    verl refuse it. Its means and sums are 0 as well, since verl's ranks have to report the same metrics equally often;
+    plain numbers, as ``kl_coef``, are settings and stay."""
 
     def loss(*, model_output: Any, data: Any, **more: Any) -> Any:
         from verl.utils.metric import Metric
@@ -190,7 +191,7 @@ def _unless_empty(loss_function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():  # for the names
             _, metrics = loss_function(model_output=model_output, data=every, **more)
         none = {
-            name: Metric(value=0.0, aggregation=value.aggregation) if isinstance(value, Metric) else 0.0
+            name: Metric(value=0.0, aggregation=value.aggregation) if isinstance(value, Metric) else value
             for name, value in metrics.items()
         }
         return model_output["log_probs"].values().sum() * 0.0, none

@@ -14,7 +14,7 @@ loss, whose arguments have no place for it, finds it with `current`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +31,9 @@ DIRECTION = "verl_ext_imitation"
 
 FULL = "verl_ext_imitation_full"
 """Beside it: over the whole vocabulary, from the reference in this process, instead of the teacher's columns."""
+
+BLOCK_ROWS = 1024
+"""Positions whose logits are copied at once where no gradient needs them."""
 
 OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass")
 
@@ -138,9 +141,19 @@ class Positions:
         """[N, V], or those of the tokens `ids` [N, K] in float32, after the temperature."""
         if ids is not None:
             return self.flat[self.rows[:, None], ids].float() / self.temperature
-        found = self.flat.index_select(0, self.rows)
-        plain = not isinstance(self.temperature, torch.Tensor) and float(self.temperature) == 1.0
-        return found if plain else found / self.temperature
+        return self._after_temperature(self.rows, self.temperature)
+
+    def blocks(self, token: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`logits` at the positions where `token` [N] bool, [<= BLOCK_ROWS, V] at a time."""
+        degree, rows = self.temperature, self.rows[token].split(BLOCK_ROWS)
+        degrees = degree[token].split(BLOCK_ROWS) if isinstance(degree, torch.Tensor) else [degree] * len(rows)
+        yield from map(self._after_temperature, rows, degrees)
+
+    def _after_temperature(self, rows: torch.Tensor, temperature: Any) -> torch.Tensor:
+        """Divided in float32, as the sampler does: quotients in bfloat16 would be another policy's."""
+        found = self.flat.index_select(0, rows)
+        plain = not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0
+        return found if plain else found.float().div_(temperature)
 
     def spread(self, *columns: torch.Tensor) -> dict[str, torch.Tensor]:
         """`OUTPUTS` of [N] values each, jagged over all tokens with 0 between."""
@@ -160,10 +173,9 @@ def teacher_columns(at: Positions, top_k: int) -> dict[str, torch.Tensor]:
             f"actor_rollout_ref.actor.policy_loss.teacher_topk={top_k} is more than the vocabulary of "
             f"{at.flat.shape[-1]}. Lower it, or set it to null for the whole vocabulary."
         )
-    logits = at.logits()
-    found = logits.topk(top_k, dim=-1)
-    normaliser = torch.cat([rows.float().logsumexp(-1, keepdim=True) for rows in logits.split(1024)])
-    ids, log_probs = found.indices, found.values.float() - normaliser
+    found = [(*rows.topk(top_k, dim=-1), rows.float().logsumexp(-1, True)) for rows in at.blocks(at.rows >= 0)]
+    values, ids, normaliser = (torch.cat(part) for part in zip(*found, strict=True))
+    log_probs = values.float() - normaliser
     return {"teacher_ids": at.jagged(ids.to(torch.int32)), "teacher_logprobs": at.jagged(log_probs)}
 
 

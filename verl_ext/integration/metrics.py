@@ -46,7 +46,7 @@ def of_baseline(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict
     return {**group_metrics(name, result.groups), **baseline}
 
 
-def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
+def trajectory_metrics(columns: Mapping[str, Any], earned: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Reward and length of whole trajectories.
 
     verl's ``critic/score`` is a mean over rows, so it weighs long trajectories more and repeats the final reward.
@@ -55,6 +55,7 @@ def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     Args:
         columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on
             all rows of a trajectory), ``turn_reward`` [B] float64 if known.
+        earned: ``valid_row``, ``score`` and ``turn_reward`` of the rewards, if they are not those of `columns`.
 
     Returns:
         ``trajectory/turns/{mean,max}`` and ``trajectory/reward/{mean,std,min,max}``: sums of the turns' rewards, or the
@@ -66,10 +67,13 @@ def trajectory_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     _, member = np.unique(np.asarray(columns["traj_uid"])[valid].astype(str), return_inverse=True)
     turns = np.bincount(member)
     out = {"trajectory/turns/mean": float(turns.mean()), "trajectory/turns/max": float(turns.max())}
-    reward = np.asarray(columns.get("turn_reward", columns["score"]), dtype=np.float64)[valid]
+    earned = columns if earned is None else earned
+    sample = np.asarray(earned["valid_row"], dtype=bool)
+    _, member = np.unique(np.asarray(columns["traj_uid"])[sample].astype(str), return_inverse=True)
+    reward = np.asarray(earned.get("turn_reward", earned["score"]), dtype=np.float64)[sample]
     rewards = np.bincount(member, weights=reward)
-    if "turn_reward" not in columns:
-        rewards = rewards / turns
+    if "turn_reward" not in earned:
+        rewards = rewards / np.bincount(member)
     for statistic in ("mean", "std", "min", "max"):
         out[f"trajectory/reward/{statistic}"] = float(getattr(np, statistic)(rewards))
     if "is_action_valid" in columns:

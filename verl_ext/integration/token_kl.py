@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration.imitation import Positions
+from verl_ext.integration import dvp
+from verl_ext.integration.imitation import BLOCK_ROWS, Positions
 from verl_ext.integration.micro_batch import ONE_PASS, said
 from verl_ext.integration.options import OptionError, select
 from verl_ext.methods.rejection import exact_token_kl, top_k_token_kl
@@ -62,16 +63,21 @@ def token_kl(at: Positions) -> torch.Tensor:
     sampler, ids = _of_sampler(at.micro_batch, device)
     if not len(sampler):
         return found
-    logits = at.logits()[token]
     labels = at.labels[token]
     if ids is None:
-        if sampler.shape != logits.shape:
-            raise RuntimeError(f"{KEY}=exact: sampler and trainer have {sampler.shape[1]} and {logits.shape[1]} tokens")
-        kl = exact_token_kl(sampler[None], logits[None])[0]
+        if sampler.shape[1] != at.flat.shape[1]:
+            raise RuntimeError(
+                f"{KEY}=exact: sampler and trainer have {sampler.shape[1]} and {at.flat.shape[1]} tokens"
+            )
+        pairs = zip(sampler.split(BLOCK_ROWS), at.blocks(token), strict=True)
+        kl = torch.cat([exact_token_kl(few[None], x[None])[0] for few, x in pairs])
         sampled, known = sampler.gather(-1, labels[:, None])[:, 0], torch.ones_like(labels, dtype=torch.bool)
     else:
-        normaliser = torch.cat([part.float().logsumexp(-1, keepdim=True) for part in logits.split(1024)])
-        kl = top_k_token_kl(sampler, logits.gather(-1, ids).float() - normaliser)
+        pairs = zip(ids.split(BLOCK_ROWS), at.blocks(token), strict=True)
+        kl = top_k_token_kl(
+            sampler,
+            torch.cat([x.gather(-1, few).float() - x.float().logsumexp(-1, keepdim=True) for few, x in pairs]),
+        )
         here = ids == labels[:, None]
         sampled, known = torch.where(here, sampler, 0.0).sum(-1), here.any(-1)
     said_before = at.micro_batch["rollout_log_probs"].values()[token].to(sampled)
@@ -116,6 +122,7 @@ def ask(config: Any, count: int) -> None:
     """Have the embedded engine send its `count` largest log-probabilities at each position; -1: all."""
     from omegaconf import OmegaConf
 
+    dvp.ask_one_pass(config)
     if config.actor_rollout_ref.rollout.name == "embedded":
         key = "actor_rollout_ref.rollout.engine_kwargs.embedded.top_logprobs"
         OmegaConf.update(config, key, count, force_add=True)
@@ -124,6 +131,7 @@ def ask(config: Any, count: int) -> None:
 def check(config: Any, divergence: str, count: int, limit_gib: float) -> list[str]:
     """Refuse what cannot give the divergence, and batches whose distributions (`count` numbers a token; -1: the whole
     vocabulary) take more than `limit_gib`. Returns warnings."""
+    dvp.refuse_without_one_pass(config, f"{KEY}={divergence}")
     policy = config.actor_rollout_ref
     mode = select(select(config.trainer, "v1"), "trainer_mode", "sync")
     refused = {

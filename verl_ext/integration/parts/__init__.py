@@ -58,6 +58,7 @@ PARTS: tuple[type[Part], ...] = (
     methods.Methods,  # settles the rewards; after the estimator checks what came out
     record.Record,  # what the estimator sees, as it sees it
     modifiers.Modifiers,
+    methods.LearningSignal,
     variance_proxy.VarianceProxy,
     agent_gradients.AgentGradients,
     length_lr.LengthLearningRate,

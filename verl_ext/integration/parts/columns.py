@@ -53,6 +53,7 @@ class Columns(Part):
         active.extra_fields = [self._extra.get(key, self._of_padding) for key in batch.keys]
         found, active.missing = columns.row_fields(batch.keys, batch.tags, active.extra_fields)
         active.columns.update(found)
+        active.earned = {name: found[name] for name in ("valid_row", "turn_reward") if name in found}
         self._batch, self._keys = batch, list(batch.keys)
         return batch
 

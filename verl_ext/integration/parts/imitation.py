@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from verl_ext.integration import imitation, model_options
+from verl_ext.integration import dvp, imitation, model_options
 from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.plugin import AGENT_LOOPS
@@ -30,7 +30,10 @@ class Imitation(Part):
 
     @classmethod
     def complete(cls, config: Any) -> None:
-        """verl's teacher is asked for its top tokens; verl's own loss from them counts nothing beside ours."""
+        """All log-probabilities come from one pass over the logits. verl's teacher is asked for its top tokens; verl's
+        own loss from them counts nothing beside ours."""
+        if cls.wanted(config):
+            dvp.ask_one_pass(config)
         if cls.wanted(config) and _has_teacher(config):
             with open_dict(config):
                 config.distillation.distillation_loss.update(
@@ -45,6 +48,7 @@ class Imitation(Part):
     def check(cls, config: Any) -> list[str]:
         if not cls.wanted(config):
             return []
+        dvp.refuse_without_one_pass(config, "hybrid_imitation")
         policy = config.actor_rollout_ref
         top_k = select(policy.actor.policy_loss, "teacher_topk")
         in_actor = select(policy.model, "lora_rank", 0) or select(policy.model, "lora_adapter_path") is not None

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_trained
-from verl_ext.integration.options import coerce, not_extended, read, require_fsdp, select
+from verl_ext.integration.options import coerce, not_extended, read, require_fsdp, select, updated
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import fetch
 from verl_ext.integration.update_step import FACTOR, LEARNING_RATE
@@ -39,13 +39,19 @@ class LengthLearningRate(Part):
         if not cls.wanted(config):
             return []
         own = schedule(config)
-        actor = config.actor_rollout_ref.actor
         require_fsdp(config, f"{KEY} multiplies the learning rate", f", or {KEY}.enable=false")
-        warm_up = max(actor.optim.get("lr_warmup_steps", -1) or 0, 0) or actor.optim.get("lr_warmup_steps_ratio", 0)
-        if own.warmup_steps and warm_up:
+        # verl takes the ratio where the number of steps is 0
+        keys = ("lr_warmup_steps", "lr_warmup_steps_ratio")
+        warm = [
+            f"{name}.optim.{key}"
+            for name, section in updated(config).items()
+            for key in keys
+            if (section.optim.get(key) or 0) > 0
+        ]
+        if own.warmup_steps and warm:
             return [
-                f"{KEY}.warmup_steps={own.warmup_steps} and actor_rollout_ref.actor.optim both warm up, and their "
-                f"factors are multiplied. Set {KEY}.warmup_steps=0, or lr_warmup_steps=0 there."
+                f"{KEY}.warmup_steps={own.warmup_steps} warms up on top of {' and '.join(warm)}, and the factors are "
+                f"multiplied. Set {KEY}.warmup_steps=0, or {', '.join(f'{key}=0' for key in warm)}."
             ]
         return []
 

@@ -26,6 +26,9 @@ DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 WEIGHTED = {"otb", *VERL_OTB}
 """Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
+OF_ALL_AGENTS = ("dr_mas", "mix")
+"""Estimators that see the prompts as they are where agents have a reward each: the level of dr_mas says whom it
+compares, and each part of a mixture sees its own."""
 
 
 class Methods(Part):
@@ -50,7 +53,13 @@ class Methods(Part):
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         check_advantages(data.batch["advantages"], keys, str(select(self.config.algorithm, "adv_estimator")))
         self.metrics.update(active.metrics)
-        self.metrics.update(trajectory_metrics(active.columns))
+        self.metrics.update(trajectory_metrics(active.columns, active.earned))
+
+
+class LearningSignal(Part):
+    """What the update is made of, once all has had its say on the advantages."""
+
+    def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         self.metrics.update(learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"]))
 
 
@@ -98,13 +107,14 @@ def _alone(config: Any, names: list[str]) -> list[str]:
 
 
 def _gamma(config: Any, names: list[str]) -> list[str]:
-    """One key for all: recipes that publish different discounts share the last one's."""
-    shared = [name for name in names if name in DISCOUNTED]
+    """One key for all that have none of their own: recipes that publish different discounts share the last one's."""
+    shared = [n for n in names if n in DISCOUNTED and select(select(config.algorithm, n), "gamma") is None]
     if len(shared) < 2 or "trloo" not in shared:
         return []
     return [
         f"{' and '.join(shared)} share algorithm.gamma={config.algorithm.gamma}, though they were published with "
-        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides."
+        "different ones (trloo 1.0; hgpo, gigpo 0.95). The recipe named last, or algorithm.gamma=..., decides; "
+        "algorithm.<method>.gamma sets one's own."
     ]
 
 
@@ -112,9 +122,19 @@ def estimate(
     verls: Callable[..., Any], data: Any, keys: list[str], name: Any, active: ActiveBatch, **settings: Any
 ) -> Any:
     """verl's ``compute_advantage_for_multi_trajectories`` with the row fields at hand, and the parts of a mixture
-    computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]."""
+    computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]. Where agents have rewards each, the samples
+    of a prompt are those of one agent."""
 
     def compute(data: Any, name: Any) -> Any:
+        if getattr(name, "value", name) in OF_ALL_AGENTS:
+            return weighted(data, name)
+        prompts = data.non_tensor_batch["uid"]
+        data.non_tensor_batch["uid"] = columns.of_agents(prompts, active.columns)
+        data = weighted(data, name)
+        data.non_tensor_batch["uid"] = prompts
+        return data
+
+    def weighted(data: Any, name: Any) -> Any:
         kept = active.columns.get("row_mask")
         if kept is None or getattr(name, "value", name) not in WEIGHTED:
             return of_samples(data, name)
@@ -182,6 +202,7 @@ def complete(active: ActiveBatch, data: Any) -> None:
     rewards = data.batch["token_level_rewards"].double().sum(-1)
     valid = active.columns["valid_row"]
     active.columns["score"] = rewards.numpy()
+    active.earned = {"valid_row": valid, **active.earned, "score": scores.numpy()}
     if "turn_reward" not in active.columns:
         if columns.one_row_each(active.columns["traj_uid"], valid):
             active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)

@@ -266,7 +266,7 @@ class RejectionRules(Part):
             if value is not None:
                 fields[column] = value[rows.numpy()]
             elif parameter.default is inspect.Parameter.empty:
-                raise demand(column, name)
+                raise demand("prompt_index" if column == "draw" else column, name)
         return rule(*tokens, **fields, **given)
 
     def _column(self, name: str, data: Any, active: ActiveBatch) -> Any:

@@ -6,9 +6,9 @@ A row of another agent is taken out as if its agent loop had said ``valid_row: f
 
     R_i = G_i - gamma^(turn_index[next(i)] - turn_index[i]) * G_next(i)
 
-with G_i the discounted return over all rows of the trajectory and next(i) the next row that is left. So the returns of
-the agents that are trained are what they would be with all rows: a planner gets what its workers earn after it. Of
-agents that have a reward each (``agent_reward``), none gets another's.
+with gamma that of the run's estimators, G_i the discounted return over all rows of the trajectory and next(i) the next
+row that is left. So the returns of the agents that are trained are what they would be with all rows: a planner gets
+what its workers earn after it. Of agents that have a reward each (``agent_reward``), none gets another's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, own_trajectories
+from verl_ext.integration.estimators import ESTIMATORS
+from verl_ext.integration.mix import component_names
 from verl_ext.integration.options import OptionError, coerce, discount, near, select
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.columns import dicts, fetch, take_out
@@ -39,6 +41,20 @@ def train_agents(config: Any) -> tuple[str, ...]:
     return names
 
 
+def turn_discount(algorithm: Any) -> float:
+    """The discount a turn of the run's estimators, or ``algorithm.gamma`` where none has one. Raises OptionError: they
+    have several, and a row would have earned a different amount for each."""
+    used = {name: ESTIMATORS[name] for name in component_names(algorithm) if name in ESTIMATORS}
+    found = {name: one.settings(algorithm)["gamma"] for name, one in used.items() if "gamma" in one.parameters.options}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name}: {gamma:g}" for name, gamma in found.items())
+        raise OptionError(
+            "verl_ext.train_agents gives rows what those after them earned, discounted by one gamma, but the "
+            f"estimators have several ({said}). Set algorithm.gamma, and no algorithm.<method>.gamma but the same."
+        )
+    return float(next(iter(found.values()), discount(algorithm)))
+
+
 class TrainAgents(Part):
     """See the module's text."""
 
@@ -54,6 +70,8 @@ class TrainAgents(Part):
     @classmethod
     def check(cls, config: Any) -> list[str]:
         names = train_agents(config)
+        if names:
+            turn_discount(config.algorithm)
         if names and select(select(config.get("verl_ext"), "orchestra"), "name"):
             from verl_ext.rollout.orchestra import registry, settings
 
@@ -92,7 +110,7 @@ class TrainAgents(Part):
         columns, valid = active.columns, active.columns["valid_row"]
         trained = valid & np.isin(np.array([row.get("agent_id") for row in active.extra_fields], dtype=str), self.names)
         if "turn_reward" in columns:
-            gamma = discount(self.config.algorithm)
+            gamma = turn_discount(self.config.algorithm)
             own = {**columns, "traj_uid": own_trajectories(columns)}
             columns["turn_reward"] = carried(own, valid, trained, gamma)
         columns["valid_row"] = trained

@@ -89,9 +89,14 @@ class Updates(Part):
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
+        if not any(map(is_trained, batch.tags)):
+            raise BatchError(
+                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false), and "
+                "an update needs a row. Mend what makes the rollouts fail."
+            )
         ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
         updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
-        if updates and any(map(is_trained, batch.tags)):
+        if updates:
             found = balance(batch, updates, ranks)
             metrics.update({name: value for name, value in found.items() if name.startswith("global_seqlen/")})
             self.metrics.update({name: value for name, value in found.items() if name not in metrics})

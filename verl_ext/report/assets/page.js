@@ -471,6 +471,8 @@ window.addEventListener("hashchange", restore);
 window.addEventListener("scroll", soon, { passive: true });
 window.addEventListener("resize", () => { for (const panel of panels) panel.dirty = true; soon(); });
 for (const query of ["(prefers-color-scheme: dark)", "print"])
-  matchMedia(query).addEventListener("change", () => { for (const { chart } of panels) if (chart) chart.redraw(false); });
+  matchMedia(query).addEventListener("change", () => {
+    for (const { chart } of panels) if (chart) chart.redraw(false);
+  });
 window.addEventListener("beforeprint", () => { for (const panel of panels) if (panel.dirty) paint(panel); });
 restore();

@@ -23,6 +23,7 @@ from verl_ext.rollout.environments import (
     EnvironmentFault,
     EnvironmentUnavailable,
     Observation,
+    folders,
     load,
     runner,
     textworld_env,
@@ -112,7 +113,7 @@ def test_a_process_is_reused_only_by_an_environment_that_says_so() -> None:
 def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.end_all()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = tmp_path / f"{runner.PREFIX}left"
+    left = tmp_path / f"{folders.PREFIX}left"
     (left / "7").mkdir(parents=True)
     walk("Reused")
     assert not left.exists()

@@ -229,7 +229,6 @@ def check(config: Any) -> list[str]:
     Returns warnings. Raises OptionError: names the key and what to do."""
     further = of(config)
     loss_scale(config)
-    _check_adapter(config)
     require_same_models(config)
     endpoints.check(config)
     with_agents = {"verl_ext_orchestra", "verl_ext_gateway"}
@@ -257,24 +256,6 @@ def check(config: Any) -> list[str]:
                 f"actor_rollout_ref.rollout.name={own} for all."
             )
     return _check_models(config, further)
-
-
-def _check_adapter(config: Any) -> None:
-    """Refuse adapters that verl 0.9.1 does not send to servers apart from training (`ActorRolloutRefWorker.
-    update_weights`): these would answer with the bare base model."""
-    model = config.actor_rollout_ref.model
-    keys = {
-        "lora_rank": int(model.get("lora_rank") or 0) > 0,
-        "lora.rank": int(select(model.get("lora"), "rank", 0)) > 0,
-        "lora_adapter_path": model.get("lora_adapter_path") is not None,
-    }
-    used = [f"model.{key}={OmegaConf.select(model, key)}" for key, holds in keys.items() if holds]
-    if separate(config) and used and not select(model.get("lora"), "merge", False):
-        raise OptionError(
-            f"actor_rollout_ref.{' and '.join(used)} with trainer.v1.trainer_mode={SEPARATE}: verl sends the base "
-            "weights without the adapter to rollout servers apart from training. Set "
-            "actor_rollout_ref.model.lora.merge=true, or trainer_mode to sync or colocate_async."
-        )
 
 
 def loss_scale(config: Any) -> str:

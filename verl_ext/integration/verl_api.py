@@ -42,11 +42,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
         "tools_kwargs)",
     ),
     "verl.experimental.agent_loop.tool_parser": ("ToolParser.get_tool_parser",),
-    "verl.tools.function_tool": (
-        "FUNCTION_TOOL_REGISTRY",
-        "FunctionTool.call",
-        "normalize_function_tool_return(ret)",
-    ),
+    "verl.tools.function_tool": ("FUNCTION_TOOL_REGISTRY", "FunctionTool.call", "normalize_function_tool_return(ret)"),
 }
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     TRAINER: {

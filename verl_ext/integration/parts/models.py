@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_ext.integration import model_options
+from verl_ext.integration.options import OptionError, select
 from verl_ext.integration.parts.base import Part
 
 
@@ -18,8 +21,27 @@ class Models(Part):
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
+        _check_adapter(config)
         return model_options.check(config)
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
         return False
+
+
+def _check_adapter(config: Any) -> None:
+    """Refuse adapters that verl 0.9.1 does not send to servers apart from training (`ActorRolloutRefWorker.
+    update_weights`): these would answer with the bare base model."""
+    model = config.actor_rollout_ref.model
+    keys = {
+        "lora_rank": int(model.get("lora_rank") or 0) > 0,
+        "lora.rank": int(select(model.get("lora"), "rank", 0)) > 0,
+        "lora_adapter_path": model.get("lora_adapter_path") is not None,
+    }
+    used = [f"model.{key}={OmegaConf.select(model, key)}" for key, holds in keys.items() if holds]
+    if model_options.separate(config) and used and not select(model.get("lora"), "merge", False):
+        raise OptionError(
+            f"actor_rollout_ref.{' and '.join(used)} with trainer.v1.trainer_mode={model_options.SEPARATE}: verl sends "
+            "the base weights without the adapter to rollout servers apart from training. Set "
+            "actor_rollout_ref.model.lora.merge=true, or trainer_mode to sync or colocate_async."
+        )

@@ -17,27 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext.rollout.embedded.kv_cache import SlotCache
+from verl_ext.rollout.embedded.kv_cache import SlotCache, kv_bytes_per_token, kv_widths
 from verl_ext.rollout.embedded.request import DefaultSeeds, Request, seed_from
 from verl_ext.rollout.embedded.sampling import LOGPROBS_MODES, BatchSampling, LogitsNoise, sample
 
 __all__ = ["GenerationEngine", "Request", "kv_bytes_per_token"]
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token of one row occupies, from a transformers model config."""
-    text = config.get_text_config(decoder=True)
-    return int(text.num_hidden_layers * sum(_kv_widths(text)) * dtype.itemsize)
-
-
-def _kv_widths(text: Any) -> tuple[int, int]:
-    """Numbers in the keys, and in the values, of one token in one layer."""
-    heads = getattr(text, "num_attention_heads", 1)
-    if getattr(text, "kv_lora_rank", None):  # latent attention, which transformers unfolds before it caches
-        return heads * (text.qk_nope_head_dim + text.qk_rope_head_dim), heads * text.v_head_dim
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return width, width
 
 
 class GenerationEngine:
@@ -120,7 +104,7 @@ class GenerationEngine:
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
         # one layer's keys or values are held twice while the cache changes its layout
-        self._slot_bytes = kv_bytes_per_token(config, self.dtype) + max(_kv_widths(text)) * self.dtype.itemsize
+        self._slot_bytes = kv_bytes_per_token(config, self.dtype) + max(kv_widths(text)) * self.dtype.itemsize
         self.kv_cache_tokens = kv_cache_bytes // self._slot_bytes
         self._seeds = DefaultSeeds(seed)
         self.logprobs_mode = logprobs_mode

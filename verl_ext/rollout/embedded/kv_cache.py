@@ -16,9 +16,25 @@ from typing import Any
 import torch
 from transformers import Cache
 
-__all__ = ["SlotCache"]
+__all__ = ["SlotCache", "kv_bytes_per_token", "kv_widths"]
 
 _COLUMN_SLACK = 64
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token of one row occupies, from a transformers model config."""
+    text = config.get_text_config(decoder=True)
+    return int(text.num_hidden_layers * sum(kv_widths(text)) * dtype.itemsize)
+
+
+def kv_widths(text: Any) -> tuple[int, int]:
+    """Numbers in the keys, and in the values, of one token in one layer."""
+    heads = getattr(text, "num_attention_heads", 1)
+    if getattr(text, "kv_lora_rank", None):  # latent attention, which transformers unfolds before it caches
+        return heads * (text.qk_nope_head_dim + text.qk_rope_head_dim), heads * text.v_head_dim
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return width, width
 
 
 class SlotCache(Cache):

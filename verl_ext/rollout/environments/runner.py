@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import fcntl
 import inspect
 import json
 import os
@@ -25,7 +23,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -34,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl_ext.contain import contained
 from verl_ext.rollout.environments import protocol
+from verl_ext.rollout.environments.folders import locked_folder
 from verl_ext.rollout.environments.host import CLOSING_SECONDS, explain, pack
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
 from verl_ext.rollout.environments.registry import is_async, load
@@ -44,8 +42,6 @@ T = TypeVar("T")
 START_SECONDS = 600.0
 #: Orders that a host is given at a time; more would fill the connection to a host that is still loading.
 ORDERS_AT_A_TIME = 16
-#: Of the names of hosts' folders.
-PREFIX = "verl_ext_environments_"
 
 
 class Session(Protocol):
@@ -220,25 +216,6 @@ class _Connection:
             pass
 
 
-def _locked_folder() -> tuple[str, int]:
-    """A new folder for a host, and a descriptor that locks it as long as any process has it.
-
-    Those that nobody locks are removed: Ray kills a worker's hosts with it, and leaves them no time for that.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or in use
-            descriptor = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-    folder = tempfile.mkdtemp(prefix=PREFIX)
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return folder, lock
-
-
 class Host:
     """The parent's side of a host process; one a kind of environment (name or import path) in this process."""
 
@@ -250,7 +227,7 @@ class Host:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        self.folder, lock = _locked_folder()
+        self.folder, lock = locked_folder()
         package_parent = str(Path(__file__).resolve().parents[3])
         # Absolute: an environment imports from another working folder, too.
         path = [*map(os.path.abspath, sys.path), *([] if package_parent in sys.path else [package_parent])]

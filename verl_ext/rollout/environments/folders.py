@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of environments' hosts, which hold the working folders of their children."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+#: Of their names.
+PREFIX = "verl_ext_environments_"
+
+
+def locked_folder() -> tuple[str, int]:
+    """A new folder for a host, and a descriptor that locks it as long as any process has it.
+
+    Those that nobody locks are removed: Ray kills a worker's hosts with it, and leaves them no time for that.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or in use
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return folder, lock

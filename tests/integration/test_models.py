@@ -792,6 +792,7 @@ def test_a_model_that_is_not_trained_is_servers_alone(
         "+verl_ext.models.frozen.trained=false",
         "+verl_ext.models.frozen.rollout.max_num_seqs=5",
         "actor_rollout_ref.model.lora_rank=8",
+        f"actor_rollout_ref.model.lora.merge={mode == 'separate_async'}",
         f"actor_rollout_ref.model.path={model}",
         "trainer.n_gpus_per_node=4",
         f"trainer.v1.trainer_mode={mode}",

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -122,6 +123,23 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, monke
     assert used.exists() and len(list(tmp_path.iterdir())) == 2
     runner.end_all()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_start_has_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and its lock it looks like one that a killed run has left."""
+    make = tempfile.mkdtemp
+    lost = iter((True, True, False))
+
+    def made(prefix: str) -> str:
+        folder = make(prefix=prefix, dir=tmp_path)
+        if next(lost):
+            os.rmdir(folder)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    folder, lock = folders.locked_folder()
+    assert os.path.samestat(os.stat(folder), os.fstat(lock)) and next(lost, None) is None
+    os.close(lock)
 
 
 @pytest.fixture

@@ -33,8 +33,7 @@ LOOPS, MULTI_TURN, ORCHESTRA, GATEWAY = (
     "the agent loop verl_ext_orchestra",
     "the agent loop verl_ext_gateway",
 )
-EMBEDDED, CPU = "rollout.name=embedded", "the CPU platform"
-MODELS = "verl_ext.models"
+EMBEDDED, CPU, MODELS = "rollout.name=embedded", "the CPU platform", "verl_ext.models"
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "verl.experimental.agent_loop.tool_agent_loop": (

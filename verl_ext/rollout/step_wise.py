@@ -59,7 +59,8 @@ from verl_ext.rollout import rows
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row, read_options
 from verl_ext.rollout.environments.protocol import FAULTS, EnvironmentFault, EnvironmentUnavailable, Observation, Step
 from verl_ext.rollout.environments.registry import load
-from verl_ext.rollout.environments.runner import Session, open_session
+from verl_ext.rollout.environments.runner import open_session
+from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.environments.templates import Template, load_template
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.tags import tagged

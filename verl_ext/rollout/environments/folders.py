@@ -27,7 +27,11 @@ def locked_folder() -> tuple[str, int]:
                 shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(descriptor)
-    folder = tempfile.mkdtemp(prefix=PREFIX)
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return folder, lock
+    while True:  # another sweep may come between the three lines
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.isdir(folder):
+                return folder, lock
+            os.close(lock)

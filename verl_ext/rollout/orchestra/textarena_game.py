@@ -20,7 +20,8 @@ from typing import Any
 from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row
 from verl_ext.rollout.environments.protocol import EnvironmentFault
-from verl_ext.rollout.environments.runner import Session, open_session
+from verl_ext.rollout.environments.runner import open_session
+from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.orchestra.agents import MAX_CALLS, OVERLONG, OrchestraFailure
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra

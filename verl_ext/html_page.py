@@ -28,6 +28,7 @@ def page(package: str, *, title: str, data: Any, charts: bool = False, **fields:
     style, body, script = (_asset(package, f"page.{kind}") for kind in ("css", "html", "js"))
     if charts:
         style, script = _asset("verl_ext", "uPlot.min.css") + style, _asset("verl_ext", "uPlot.iife.min.js") + script
+    script = '"use strict";\n' + script
     # Not by a header: what was chosen on the page is in the address after the #, which that would drop.
     script += f"if (location.pathname === '{PATH}') setTimeout(() => location.reload(), {EVERY_S * 1000});\n"
     title = html.escape(title)

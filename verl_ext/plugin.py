@@ -78,12 +78,6 @@ def require(modules: Iterable[str] = ()) -> None:
         )
 
 
-def status() -> dict[str, Any]:
-    """What is registered, has failed or waits for its module in this process, for `verl-ext list` and bug reports."""
-    waiting = [what for module, (what, _) in _hooks().items() if module not in _fired]
-    return {"registered": list(_done), "failed": dict(_failures), "waiting": waiting}
-
-
 def _register_platform() -> None:
     """The ``cpu`` platform, known by name; used only where VERL_PLATFORM=cpu."""
     from verl_ext.platform import cpu

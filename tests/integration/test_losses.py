@@ -110,6 +110,11 @@ def test_divergence_augmented_is_its_terms_under_verls_aggregation(weighted: boo
     terms, divergence = divergence_augmented_terms(**data, beta=0.7, c=0.5)
     terms = terms if weights is None else terms * weights
     torch.testing.assert_close(loss, terms.sum() / 20)
+    if weights is not None:  # where no model token is, anything may stand in the weights
+        weights[~data["response_mask"]] = torch.nan
+        mode = "seq-mean-token-sum"
+        again, _ = loss_fn(**data, loss_agg_mode=mode, config=config, rollout_is_weights=weights)
+        torch.testing.assert_close(again, terms.sum() / 6)
     charged = divergence[data["response_mask"]]
     assert metrics["actor/divergence/mean"] == pytest.approx(float(charged.mean()))
     assert metrics["actor/divergence/abs_mean"] == pytest.approx(float(charged.abs().mean()))

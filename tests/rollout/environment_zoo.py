@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ class Corridor:
     def step(self, action: str) -> Any:
         self.place += 1 if action == "forward" else -1
         return self.observe(), float(self.place == self.length), self.place == self.length, {"pid": os.getpid()}
+
+
+class Importing(Corridor):
+    """Tells what it imports from."""
+
+    def observe(self) -> Observation:
+        return Observation(json.dumps(sys.path), task="Look.")
 
 
 class Reused(Corridor):

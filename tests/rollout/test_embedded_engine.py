@@ -641,7 +641,7 @@ def test_sampling_parameters_from_a_dictionary():
         max_tokens=4, stop_token_ids=frozenset({3}), ignore_eos=True, logprobs=False
     )
     assert build({"max_tokens": "3", "top_k": 5.0}) == SamplingParams(max_tokens=3, top_k=5, logprobs=False)
-    assert not build({}).logprobs
+    assert not build({}).logprobs and not build({"logprobs": 0}).logprobs and build({"logprobs": 5}).logprobs
     assert build({}, ignore_eos=True, repetition_penalty=1.2) == SamplingParams(
         max_tokens=4, ignore_eos=True, repetition_penalty=1.2, logprobs=False
     )
@@ -658,6 +658,7 @@ def test_after_the_end_of_the_thread_nobody_waits(model):
     thread = EngineThread(engine, engine.submit)
     long = Request([1, 2], SamplingParams(max_tokens=1900))
     running, idle = thread.submit(long), thread.call(int, when_idle=True)
+    thread.stop()
     thread.stop()
     assert running.result(5) is None and long.finish_reason == "abort"
     later = Request([1, 2], SamplingParams(max_tokens=1))

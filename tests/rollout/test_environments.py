@@ -100,6 +100,13 @@ def test_it_runs_in_a_process_of_its_own_that_ends_with_the_trajectory() -> None
     assert pid != os.getpid() and gone(pid)
 
 
+def test_it_imports_what_this_process_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = "__editable__.somebodys_package.finder.__path_hook__"  # no path; its finder looks for it by name
+    monkeypatch.setattr(sys, "path", ["", *sys.path, hook])
+    path = json.loads(walk("Importing")[0].text)
+    assert path[0] == os.getcwd() and hook in path
+
+
 def test_a_process_is_reused_only_by_an_environment_that_says_so() -> None:
     async def twice(name: str) -> list[int]:
         stories = [await play(session(name), 0, lambda seen: "forward") for _ in range(2)]

@@ -224,7 +224,7 @@ def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play
     assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
 
 
-@orchestra("test_one_reward")
+@orchestra("test_one_reward", lowest_reward=0.0)
 async def one_reward(task, asker, teller, *, call: bool = True):
     if call:
         await asker("hello")
@@ -239,6 +239,31 @@ def test_rewards_that_lack_an_agent_are_named(play: Any) -> None:
     )
     (row,), _ = play("test_one_reward", lambda prompt: "a word", keys={"options": {"call": False}})
     assert row.extra_fields["agent_reward"] == 0.0 and row.extra_fields["valid_row"] is False  # nobody was called
+
+
+@orchestra("test_undeclared_rewards")
+async def undeclared(task, teller):
+    await teller("hello")
+    return Outcome(rewards={"teller": 1.0})
+
+
+@orchestra("test_declared_rewards", lowest_reward=-1.0)
+async def declared(task, teller, *, rewards: bool = True):
+    await teller("hello")
+    return Outcome(rewards={"teller": -3.0}) if rewards else 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("test_undeclared_rewards", {}, "@orchestra('test_undeclared_rewards', lowest_reward=...)"),
+        ("test_declared_rewards", {}, "the reward -3.0 of agent teller is below lowest_reward=-1.0"),
+        ("test_declared_rewards", {"rewards": False}, "must return Outcome(rewards=...)"),
+    ],
+)
+def test_rewards_of_agents_have_a_least_one(play: Any, name: str, options: dict[str, Any], message: str) -> None:
+    rows, _ = play(name, lambda prompt: "a word", keys={"options": options})
+    assert fields(rows, "failure") == ["error"] and message in fields(rows, "failure_detail")[0]
 
 
 def test_a_message_that_cannot_fit_is_not_tokenised(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:

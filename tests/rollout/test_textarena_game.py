@@ -159,6 +159,16 @@ def test_a_game_that_breaks(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fields(rows, "failure") == ["environment_error"] and fields(rows, "valid_row") == [False]
 
 
+@pytest.mark.parametrize(("failed_reward", "earned"), [(0.0, -1.0), (-2.0, -2.0)])
+def test_who_keeps_a_game_waiting_has_lost_it(play: Any, failed_reward: float, earned: float) -> None:
+    """A trajectory that fails is no better than a game that is lost, for neither player."""
+    late = ([*acts(0), (60.0, "late")], acts(3))
+    rows, _ = play(late, {"call_timeout_s": 1.0, "failed_reward": failed_reward})
+    assert fields(rows, "failure") == ["", "call_timeout"] and fields(rows, "valid_row") == [True, True]
+    assert fields(rows, "agent_reward") == fields(rows, "turn_reward") == [earned, earned]
+    assert [row.reward_score for row in rows] == [earned] * 2
+
+
 @pytest.mark.seconds
 def test_the_row_names_the_game_and_what_is_none_ends_the_run(play: Any, tmp_path: Path) -> None:
     out = tmp_path / "nim.parquet"

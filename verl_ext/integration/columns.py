@@ -110,11 +110,27 @@ def row_fields(
     for name in ("is_action_valid", "valid_row"):
         columns[name] = np.array([truth(row, name, key) for key, row in zip(keys, rows, strict=True)], dtype=bool)
     columns["valid_row"] &= ~padding
+    if "agent_reward" in columns:
+        _same_for_a_prompt(columns["agent_reward"], columns["valid_row"], keys)
     if "turn_reward" in columns:
         columns["turn_reward"] = np.array(
             [0.0 if padding[i] else float(value) for i, value in enumerate(columns["turn_reward"])], dtype=np.float64
         )
     return columns, missing
+
+
+def _same_for_a_prompt(rewards: np.ndarray, valid_row: np.ndarray, keys: Sequence[str]) -> None:
+    """Raises BatchError: of the samples of one prompt some have an ``agent_reward``, and others none."""
+    prompts: dict[str, str] = {}  # with such rewards, and a row
+    lacking: dict[str, str] = {}
+    for key, reward, valid in zip(keys, rewards, valid_row, strict=True):
+        if valid:
+            (lacking if reward is None else prompts).setdefault(split_key(key)[0], key)
+    for prompt in prompts.keys() & lacking.keys():
+        raise BatchError(
+            f"row {lacking[prompt]} has no agent_reward, but row {prompts[prompt]} of the same prompt has one. Where "
+            "agents have a reward each, every row needs its agent's, also those of a trajectory that failed."
+        )
 
 
 def row_lacks(row: Mapping[str, Any], name: str) -> bool:

@@ -103,7 +103,7 @@ def divergence_augmented(
         rho_bar=options.dapo_rho_bar,
     )
     if rollout_is_weights is not None:
-        terms = terms * rollout_is_weights
+        terms = terms * torch.where(response_mask.bool(), rollout_is_weights, 0.0)
     means = {
         "actor/ppo_kl": old_log_prob - log_prob,
         "actor/divergence/mean": divergence,
@@ -149,7 +149,7 @@ def hybrid_imitation(
         future_kl=options.future_kl,
     )
     if rollout_is_weights is not None:
-        sparse = sparse * rollout_is_weights
+        sparse = sparse * torch.where(response_mask.bool(), rollout_is_weights, 0.0)
     means = {"actor/imitation/kl": kl, "actor/imitation/student_mass": masses[0]}
     means |= {"actor/imitation/teacher_mass": masses[1], "actor/ppo_kl": old_log_prob - log_prob}
     return _unclipped(dense + sparse, response_mask, loss_agg_mode, config, means)

@@ -61,7 +61,7 @@ def _array_key(array: np.ndarray) -> Any:
     exact = array.dtype.kind in "biu" and bool(((array <= LARGEST_EXACT) & (array >= -LARGEST_EXACT)).all())
     if not exact and array.dtype.kind != "f":
         return ("array", array.shape, tuple(value_key(v) for v in array.ravel().tolist()))
-    numbers = array.astype(np.float64) + 0.0  # no negative zero
+    numbers = np.asarray(array.astype(np.float64) + 0.0)  # no negative zero
     numbers[np.isnan(numbers)] = np.nan  # one NaN pattern
     return ("array", array.shape, hashlib.blake2b(numbers.tobytes(), digest_size=16).digest())
 

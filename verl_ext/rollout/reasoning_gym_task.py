@@ -35,7 +35,8 @@ RIGHT = "Right."
 #: Every line of feedback that :meth:`ReasoningGymTask.judge` can give; the demo's tokenizer is trained on them.
 FEEDBACK = (TOO_LOW, TOO_HIGH, NOT_A_NUMBER, EMPTY, WRONG, RIGHT)
 
-_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+# Of an exponent few digits: some verifiers write the number out.
+_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 
 
 def _parse_strict(text: str, numeric: bool) -> str | None:

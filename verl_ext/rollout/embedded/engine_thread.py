@@ -136,6 +136,8 @@ class EngineThread:
         self._abort(set(self._futures))
         for future, *_ in (*self._calls, *self._idle_calls):
             future.set_exception(RuntimeError(_ENDED))
+        self._calls.clear()
+        self._idle_calls.clear()
 
     # ---- on the thread ---------------------------------------------------------------------------------------------
     def _run(self) -> None:

@@ -162,7 +162,7 @@ class SamplingParams:
 
         Args:
             params: names and values: the fields of this class, ``max_new_tokens``, and ``n``, which must be 1.
-                Without ``logprobs`` none are returned.
+                Without ``logprobs`` none are returned; a number asks for the sampled token's all the same.
             default_max_tokens: used when neither ``max_tokens`` nor ``max_new_tokens`` is given.
             max_tokens_limit: room left in the model's context, at least 1.
             repetition_penalty, ignore_eos: defaults of the rollout config.
@@ -186,6 +186,8 @@ class SamplingParams:
         if "max_tokens" in given:
             given.pop("max_new_tokens", None)
         given = {"repetition_penalty": repetition_penalty, "ignore_eos": ignore_eos, "logprobs": False, **given}
+        if isinstance(given["logprobs"], Integral):
+            given["logprobs"] = bool(given["logprobs"])  # a number of them is read as verl's vLLM server reads it
         values = {name: _READERS[kinds[name]](name, value) for name, value in given.items()}
         wanted = values.pop("max_new_tokens", default_max_tokens)
         values["max_tokens"] = max(1, min(values.get("max_tokens", wanted), max_tokens_limit))

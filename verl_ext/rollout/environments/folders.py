@@ -7,11 +7,12 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
-#: Of their names.
-PREFIX = "verl_ext_environments_"
+#: Of their names. With the machine's: a folder for temporary files may be of many, and their locks not.
+PREFIX = f"verl_ext_environments_{socket.gethostname()}_"
 
 
 def locked_folder() -> tuple[str, int]:

@@ -166,8 +166,9 @@ class Host:
         ours, theirs = socket.socketpair()
         self.folder, lock = locked_folder()
         package_parent = str(Path(__file__).resolve().parents[3])
-        # Absolute: an environment imports from another working folder, too.
-        path = [*map(os.path.abspath, sys.path), *([] if package_parent in sys.path else [package_parent])]
+        # Absolute: an environment imports from another working folder, too. What is no path belongs to an import hook.
+        path = [os.path.abspath(entry) if not entry or os.path.exists(entry) else entry for entry in sys.path]
+        path += [] if package_parent in sys.path else [package_parent]
         code = (
             f"import sys; sys.path[:] = {path!r}; "
             "from verl_ext.rollout.environments.host import main; "

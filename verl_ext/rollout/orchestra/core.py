@@ -39,7 +39,7 @@ class Outcome:
         answer: the team's answer.
         info: further numbers for verl's validation metrics.
         rewards: a reward for each agent that was called, by name, instead of one for all; see the row field
-            ``agent_reward``.
+            ``agent_reward`` and ``lowest_reward`` of `orchestra`.
     """
 
     reward: float | None = None

@@ -17,9 +17,9 @@ For reading: ``orchestra``, ``model``, ``answer``, ``prompt_tokens_cut``, and in
 trajectory failed, ``""`` when it did not), ``failure_detail`` and ``failures`` (counts by reason, also of what did not
 end it). ``reward_score`` of every row is the outcome.
 
-What goes wrong ends its own trajectory at most: its rows so far are returned with outcome ``failed_reward`` (0; or
-taken out of the batch, ``on_failure``), and a trajectory without any call is one row with an empty loss mask and
-``valid_row=False``.
+What goes wrong ends its own trajectory at most: its rows so far are returned with outcome ``failed_reward`` (0; where
+agents have a reward each, the least that one can get; or taken out of the batch, ``on_failure``), and a trajectory
+without any call is one row with an empty loss mask and ``valid_row=False``.
 Two things end more: an engine that fails is raised, and an orchestra of which each of the first `rows.HOPELESS`
 trajectories of a process has failed is taken for a mistake (in it, the reward function or a limit), and raised too.
 """
@@ -160,7 +160,7 @@ class OrchestraLoop(AgentLoopBase):
 
     async def _play(self, team: Team, lineup: settings.Lineup, task: Task) -> tuple[Result, str, str]:
         """Run the orchestration within its time; what goes wrong becomes a reason and a line of detail."""
-        failed = Result(self.settings.failed_reward)
+        failed = lineup.failed(self.settings.failed_reward)
         work = asyncio.ensure_future(team.play(lineup.orchestra.play, task, lineup.agents, lineup.options))
         try:
             done, _ = await asyncio.wait({work}, timeout=self.settings.time_limit_s)
@@ -169,7 +169,7 @@ class OrchestraLoop(AgentLoopBase):
                 await asyncio.wait({work}, timeout=10.0)
                 await team.close()  # an orchestration that will not be cancelled is left behind, and can ask no more
                 return failed, agents.TIME_LIMIT, f"no end within {self.settings.time_limit_s} s"
-            return work.result(), "", ""
+            return lineup.checked(work.result()), "", ""
         except OrchestraFailure as error:
             return failed, error.reason, error.detail
         except asyncio.CancelledError:

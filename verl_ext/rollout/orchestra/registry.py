@@ -34,6 +34,7 @@ class Orchestra:
         options: annotation of each keyword-only parameter.
         defaults: their default values.
         summary: first line of the docstring.
+        lowest_reward: see `orchestra`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Orchestra:
     options: Mapping[str, Any]
     defaults: Mapping[str, Any]
     summary: str = ""
+    lowest_reward: float | None = None
 
 
 _orchestras: dict[str, Orchestra] = {}
@@ -106,7 +108,7 @@ def agent(
 
 
 def orchestra(
-    name: str, agents: Sequence[Agent] | None = None
+    name: str, agents: Sequence[Agent] | None = None, *, lowest_reward: float | None = None
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register an orchestration under a name.
 
@@ -121,13 +123,19 @@ def orchestra(
     ``verl_ext.orchestra.options``. What it may return: see `Outcome`, or a reward (number), an answer for the run's
     reward function (text), or None for the sum of its calls' rewards.
 
+    Args:
+        name: the orchestra's name.
+        agents: the team's agents; by default those of the module.
+        lowest_reward: where agents have a reward each, ``Outcome(rewards=...)``, the least that one can get. Each agent
+            of a trajectory that fails gets it, or ``failed_reward`` if that is lower.
+
     Raises:
         TypeError: it is not an async function of that form.
         ValueError: another orchestra has the name, or an agent is not defined.
     """
 
     def register(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        made = _orchestra(name, play, agents)
+        made = _orchestra(name, play, agents, lowest_reward)
         known = _orchestras.get(name)
         if known is not None and (known.play.__module__, known.play.__qualname__) != (
             play.__module__,
@@ -142,7 +150,9 @@ def orchestra(
     return register
 
 
-def _orchestra(name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[Agent] | None) -> Orchestra:
+def _orchestra(
+    name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[Agent] | None, lowest_reward: float | None
+) -> Orchestra:
     if not inspect.iscoroutinefunction(play):
         raise TypeError(f"orchestra {name!r}: {play.__qualname__} must be an `async def`")
     parameters = list(inspect.signature(play).parameters.values())
@@ -170,7 +180,7 @@ def _orchestra(name: str, play: Callable[..., Awaitable[Any]], agents: Sequence[
             options[parameter.name] = hints[parameter.name]
             defaults[parameter.name] = parameter.default
     summary = (inspect.getdoc(play) or "").partition("\n")[0]
-    return Orchestra(name, play, tuple(team), options, defaults, summary)
+    return Orchestra(name, play, tuple(team), options, defaults, summary, lowest_reward)
 
 
 def find(name: str, modules: Sequence[str] = ()) -> Orchestra:

@@ -18,6 +18,7 @@ from verl_ext.integration.options import OptionError, near, select
 from verl_ext.methods.options import AtLeastOne, NotPositive, Positive
 from verl_ext.rollout import mcp_tools
 from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
+from verl_ext.rollout.orchestra.core import Result
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
 from verl_ext.rollout.tools import ToolSettings
@@ -167,6 +168,31 @@ class Lineup:
     orchestra: Orchestra
     agents: tuple[Agent, ...]
     options: Mapping[str, Any]
+
+    def failed(self, reward: float) -> Result:
+        """What a trajectory that failed has earned, `reward` at most: no more than one that did not."""
+        lowest = self.orchestra.lowest_reward
+        if lowest is None:
+            return Result(reward)
+        lowest = min(lowest, reward)
+        return Result(lowest, rewards={agent.name: lowest for agent in self.agents})
+
+    def checked(self, result: Result) -> Result:
+        """`result`, with rewards of the kind that failures have. Raises TypeError, ValueError: it has others."""
+        name, lowest = self.orchestra.name, self.orchestra.lowest_reward
+        if lowest is None:
+            if result.rewards:
+                raise TypeError(
+                    "it gave a reward to each agent: say the least that one can get, for trajectories that fail, in "
+                    f"@orchestra({name!r}, lowest_reward=...)"
+                )
+            return result
+        if not result.rewards:
+            raise TypeError(f"@orchestra({name!r}, lowest_reward={lowest}) must return Outcome(rewards=...)")
+        for agent, reward in result.rewards.items():
+            if reward < lowest:
+                raise ValueError(f"the reward {reward} of agent {agent} is below lowest_reward={lowest} of {name!r}")
+        return result
 
 
 def line_up(settings: OrchestraSettings, name: str | None = None, models: tuple[str, ...] = (POLICY,)) -> Lineup:

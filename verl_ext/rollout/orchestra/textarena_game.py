@@ -10,7 +10,8 @@ been told, his own moves between, and answers with a move; in the end each playe
 - A game that is not over after ``max_turns`` answers, or the run's ``max_calls``, or whose talk no longer fits into a
   prompt, is lost by both: nobody gains by stalling.
 - A move that breaks the game (and a new game of that seed begins) has lost, and the other player gets 0. A game that
-  breaks by itself is a failure of the trajectory, by the names of `verl_ext.rollout.environments.protocol.FAULTS`.
+  breaks by itself is a failure of the trajectory, by the names of `verl_ext.rollout.environments.protocol.FAULTS`, and
+  lost by both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ player_0 = agent("player_0", role=ROLE)(move)
 player_1 = agent("player_1", role=ROLE)(move)
 
 
-@orchestra("textarena_game")
+@orchestra("textarena_game", lowest_reward=LOSS)
 async def textarena_game(
     task: Task,
     player_0: BoundAgent,

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-"use strict";
 
 // Cells of shares and correlations: the larger the number, the deeper the colour; red below zero.
 for (const cell of document.querySelectorAll(".heat td")) {

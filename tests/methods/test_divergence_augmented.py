@@ -60,7 +60,7 @@ def test_padding_and_bad_input() -> None:
     torch.testing.assert_close(padded[:, :9], divergence_augmented_terms(old, new, advantages, mask)[0])
     assert not padded[:, 9:].any()
     assert divergence_augmented_terms(*[torch.zeros(2, 0)] * 4)[0].shape == (2, 0)
-    with pytest.raises(ValueError, match="beta is -1"):
+    with pytest.raises(ValueError, match="beta=-1: it must be at least 0"):
         divergence_augmented_terms(old, new, advantages, mask, beta=-1)
     with pytest.raises(ValueError, match="advantages has shape"):
         divergence_augmented_terms(old, new, advantages[:, :2], mask)

@@ -109,7 +109,7 @@ def test_a_gap_in_the_turns_and_a_step_without_tokens_give_no_bonus() -> None:
 def test_nothing_to_change_and_bad_input() -> None:
     assert empg(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
     assert not empg(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3)).any()
-    with pytest.raises(ValueError, match="zeta is -1.0"):
+    with pytest.raises(ValueError, match="zeta=-1.0: it must be at least 0"):
         empg(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3), zeta=-1.0)
     with pytest.raises(ValueError, match="token_entropy is not finite"):
         empg(torch.ones(2, 3), torch.full((2, 3), float("inf")), torch.ones(2, 3))

@@ -14,25 +14,25 @@ same index, as here.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from verl_ext.methods.options import NotNegative, checked
 from verl_ext.methods.returns import accumulated
 from verl_ext.methods.rows import check_token_field
 
 LARGEST_LOG_RATIO = 20.0
 
 
+@checked
 def divergence_augmented_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    beta: float = 0.5,
-    c: float = 1.0,
-    rho_bar: float = 1.0,
+    beta: NotNegative = 0.5,
+    c: NotNegative = 1.0,
+    rho_bar: NotNegative = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of every token and the divergence that it was charged.
 
@@ -51,9 +51,6 @@ def divergence_augmented_terms(
     Raises:
         ValueError: an option is out of range or a shape is wrong.
     """
-    for name, value in (("beta", beta), ("c", c), ("rho_bar", rho_bar)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
     for name, field in (("old_log_prob", old_log_prob), ("log_prob", log_prob), ("advantages", advantages)):
         check_token_field(name, field, response_mask)
     token = response_mask.bool()

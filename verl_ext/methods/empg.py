@@ -13,17 +13,17 @@ There is no code of the authors; the vectors are from WillDreamer/ARLArena `core
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
 from verl_ext.methods.groups import ZERO_VARIANCE_RTOL, Column
+from verl_ext.methods.options import NotNegative, checked
 from verl_ext.methods.rows import Rows, check_token_field, check_tokens
 
 EPSILON = 1e-8
 
 
+@checked
 def empg(
     advantages: torch.Tensor,
     token_entropy: torch.Tensor,
@@ -33,9 +33,9 @@ def empg(
     turn_index: Column | None = None,
     index: Column | None = None,
     valid_row: Column | None = None,
-    k: float = 1.0,
-    k_f: float = 1.0,
-    zeta: float = 0.1,
+    k: NotNegative = 1.0,
+    k_f: NotNegative = 1.0,
+    zeta: NotNegative = 0.1,
 ) -> torch.Tensor:
     """Scale the advantages of each step by the model's confidence and reward reaching a confident next step.
 
@@ -56,9 +56,6 @@ def empg(
     Raises:
         ValueError: an option is negative, a shape is wrong, or a value at a model token is not finite.
     """
-    for name, value in (("k", k), ("k_f", k_f), ("zeta", zeta)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
     batch = check_tokens(advantages, response_mask)
     check_token_field("token_entropy", token_entropy, response_mask)
     index = np.zeros(batch, dtype=np.int64) if index is None else index

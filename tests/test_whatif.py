@@ -263,6 +263,18 @@ def test_draws_of_an_estimator_of_the_batch_are_batches(
         assert found.estimators[name]["resampled"] == pytest.approx(apart.estimators[name]["resampled"], rel=1e-5)
 
 
+def test_an_estimator_of_the_batch_is_known_by_any_record(tmp_path: Path) -> None:
+    nothing = batch([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    some = batch([[1.0, 0.0, 0.0, 0.5], [4.0, 0.0, 1.0, 1.0]])
+    found = []
+    for place, order in (("a", (nothing, some)), ("b", (some, nothing))):
+        for number, made in enumerate(order):
+            write(tmp_path / place / str(number), made, 0, keep=1)
+        records = [read(tmp_path / place / str(number) / "3.pt") for number in (0, 1)]
+        found.append(compare(records, ["reinforce_plus_plus"], draws=64).estimators["reinforce_plus_plus"]["resampled"])
+    assert found[0]["company"] == pytest.approx(found[1]["company"], rel=0.5) and found[0]["company"] > 1e-4
+
+
 def test_rounding_is_no_signal(tmp_path: Path) -> None:
     """OTB leaves A = G epsilon / (W + epsilon) where all rewards are the same."""
     found = compared(tmp_path, batch([[1.0, 1.0, 1.0], [1.0, 0.0, 0.5]]), "otb", "optimal_token_baseline", draws=0)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of ``verl-ext`` share: their errors, whole numbers, and the Hydra overrides at the end."""
+"""What the commands of ``verl-ext`` share: their errors, whole numbers, and Hydra overrides."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 OVERRIDE = re.compile(r"^(~[^=\s]+(=.*)?|\+{0,2}[^-=\s~+][^=\s]*=.*)$", re.DOTALL)
+_PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")
 
 
 class Failure(ValueError):
@@ -34,6 +36,25 @@ def check_overrides(words: Sequence[str], command: str) -> None:
                 f"{override!r} is neither an option of `verl-ext {command}` (see --help) nor a Hydra override: "
                 "write KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to drop one."
             )
+
+
+def hydra_value(value: Any) -> str:
+    """A YAML value as Hydra's command line writes it: quoted where its grammar needs that. A text that Hydra reads as a
+    number or as true, false or null is left as it is: ``1e-6`` is a text in YAML 1.1.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_value(one)}" for key, one in value.items()) + "}"
+    text = str(value)
+    # Braces are fine within an interpolation only.
+    if _PLAIN.match(text) and not re.search(r"[{}]", re.sub(r"\$\{[^{}]*\}", "", text)):
+        return text
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def count(text: str, least: int = 0) -> int:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: Path) -> None:
-    out = tmp_path / "runs"
+    out = tmp_path / "runs (1), a copy"  # what Hydra's grammar wants quoted
     run = out / "otb.samples" / "laptop" / "otb_n4" / "seed_0"
     command = [sys.executable, "-m", "verl_ext.cli", "reproduce", "run", "otb", "--scale", "laptop"]
     command += ["--cell", "otb_n4", "--seeds", "0", "--steps", "4", "--out", str(out)]
@@ -63,6 +63,8 @@ def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: P
         "validation/4.tasks.json",
     ):
         assert (run / name).stat().st_size > 0, name
+
+    assert "NaN" not in (run / "summary.json").read_text()  # it is no JSON; before training nothing was validated
 
     base = out / "otb.samples" / "laptop"
     text = (base / "table.md").read_text()

@@ -13,6 +13,7 @@ from typing import Any
 import pandas
 import pytest
 
+from verl_ext.reproduce import collect as collecting
 from verl_ext.reproduce import render, runs
 from verl_ext.reproduce.catalogue import find_table, read_table
 from verl_ext.reproduce.collect import (
@@ -95,7 +96,7 @@ def make(table: Table, tmp_path: Path) -> Make:
         *,
         scale: str = "laptop",
         state: str = runs.COMPLETE,
-        steps: int = 4,
+        steps: int | None = 4,
         more: Mapping[str, float] | None = None,
         extra: Sequence[str] = (),
         cut: int = 0,
@@ -236,6 +237,12 @@ def test_full_scale_stands_beside_the_paper(table: Table, make: Make, tmp_path: 
     assert math.isnan(unknown.ours) and math.isnan(unknown.gap) and unknown.verdict == "no value of ours"
     # A row that is only published is missing nothing.
     assert result.problems == []
+    # A change in percent and its interval are of the same pairs.
+    frame = result.values[result.values["metric"] == "tokens"].drop(columns="value")
+    ours = {("a", 0): 100.0, ("a", 1): 110.0, ("a", 2): 900.0, ("b", 0): 50.0, ("b", 1): 56.0}
+    values = [ours.get((row.cell, row.seed), math.nan) for row in frame.itertuples()]
+    change, interval = collecting._contrast(frame.assign(value=values), "b", "a", "tokens", True)
+    assert change == pytest.approx(100 * (106 / 210 - 1)) and interval.low < change < interval.high
 
 
 # --- what is not as it should be ----------------------------------------------------------------------------------
@@ -352,7 +359,31 @@ def test_seeds_that_the_table_does_not_have_are_in_the_command(table: Table, mak
     make("a", 0)
     assert "--seeds" not in collect(table, "laptop", tmp_path / "runs").commands[0]
     make("a", 7)
-    assert " --seeds 0 7" in collect(table, "laptop", tmp_path / "runs").commands[0]
+    result = collect(table, "laptop", tmp_path / "runs")
+    assert " --seeds 0 7" in result.commands[0]
+    assert only(result, "a seed that the table does not have").startswith("a/seed_7: ")
+
+
+def test_a_shorter_run_does_not_shorten_the_others(table: Table, make: Make, tmp_path: Path) -> None:
+    all_of(make)
+    make("b", 3, [0.9, 0.9], steps=2)
+    result = collect(table, "laptop", tmp_path / "runs")
+    assert only(result, "left out: it was to make another number of steps").startswith("b/seed_3: ")
+    assert set(result.ends["step"]) == {4} and seeds(result, "b") == [0, 1, 2]
+
+
+def test_cells_of_different_lengths_and_steps_without_metrics_are_said(
+    table: Table, make: Make, tmp_path: Path
+) -> None:
+    for seed in range(2):
+        make("a", seed, scale="full", steps=None)
+        folder = make("b", seed, [0.1, 0.2], scale="full", steps=2)
+    text = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(text[1])
+    assert table.full is not None
+    result = collect(replace(table, full=replace(table.full, steps=None)), "full", tmp_path / "runs")
+    assert only(result, "cells were to make different numbers of steps (a the whole length, b 2)")
+    assert only(result, "no metrics of 1 of its 2 steps, the first is step 1").startswith("b/seed_1: ")
 
 
 def test_further_overrides_and_steps_are_said(table: Table, make: Make, tmp_path: Path) -> None:
@@ -362,7 +393,7 @@ def test_further_overrides_and_steps_are_said(table: Table, make: Make, tmp_path
     assert text.startswith("a (seeds 0, 1, 2), b (seeds 0, 1, 2): ")
     assert "the table has 4" in only(result, "a run of 3 steps")
     assert result.commands[0].endswith("--steps 3 algorithm.gamma=0.5")
-    make("b", 3)
+    make("b", 3, steps=3)
     mixed = collect(table, "laptop", tmp_path / "runs")
     assert only(mixed, "not all runs have the same further overrides")
     assert "algorithm.gamma" not in mixed.commands[0]

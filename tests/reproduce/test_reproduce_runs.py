@@ -18,7 +18,9 @@ import pytest
 from otb_runs import CELL, LAPTOP, OTB, begin, finish, log, run_of
 
 from verl_ext.cli import main
+from verl_ext.overrides import hydra_value
 from verl_ext.reproduce import cluster, command, needs, plan, runs
+from verl_ext.reproduce import run as starting
 from verl_ext.reproduce.catalogue import find_table, scale_of
 from verl_ext.reproduce.run import INTERRUPTED
 from verl_ext.reproduce.run import run as run_here
@@ -45,7 +47,7 @@ from verl_ext.sandbox import check
     ],
 )
 def test_values_mean_the_same_on_hydras_command_line(value: Any, text: str) -> None:
-    assert plan.hydra_value(value) == text
+    assert hydra_value(value) == text
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_override(f"key={text}").value()
@@ -147,6 +149,45 @@ def test_a_run_begins_goes_on_and_is_complete(tmp_path: Path) -> None:
     begin(tmp_path, steps=3)
     after = json.loads((folder / "cell.json").read_text())
     assert after["seconds"] == 1.5 and after["started"] == record["started"] and after["steps"] == 3
+
+
+def test_a_run_remembers_all_versions_that_it_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, versions in enumerate(({"torch": "12.9"}, {"torch": "2.9"}, {"torch": "2.9", "ray": "2"})):
+        monkeypatch.setattr(runs, "versions", lambda versions=versions: versions)
+        log(begin(tmp_path), number)
+    assert run_of(tmp_path).record["versions"] == {"torch": "2.9", "ray": "2"}  # nothing was begun at first
+    monkeypatch.setattr(runs, "versions", lambda: {"torch": "12.9", "ray": "2"})
+    begin(tmp_path)
+    begin(tmp_path)
+    assert run_of(tmp_path).record["versions"] == {"torch": "2.9, then 12.9", "ray": "2"}
+
+
+def test_the_commit_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "verl_ext"
+    shutil.copytree(Path(runs.__file__).parent, package / "reproduce")
+    monkeypatch.setattr(runs, "__file__", str(package / "reproduce" / "runs.py"))
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
+    assert runs._commit() == ""
+    git("init")
+    (tmp_path / "theirs").write_text("a repository that ignores the package")
+    (tmp_path / ".gitignore").write_text("verl_ext\n")
+    git("add", "theirs")
+    git("commit", "-m", "a")
+    assert runs._commit() == ""
+    git("add", "-f", "verl_ext")
+    git("commit", "-m", "b")
+    assert runs._commit() == git("log", "-1", "--format=%h").strip()
+    (package / "reproduce" / "run.py").write_text("")
+    assert runs._commit().endswith(" and changes")
+
+
+def test_a_short_run_is_not_the_whole_one(tmp_path: Path) -> None:
+    finish(tmp_path)
+    assert not run_of(tmp_path, steps=None).examine(), "the whole length is more than two steps"
 
 
 def test_other_settings_in_the_folder_are_refused_by_name(tmp_path: Path) -> None:
@@ -440,6 +481,21 @@ def test_a_run_that_was_killed_after_its_last_step_is_complete(
     assert "was at step 2, goes on" in capsys.readouterr().out
     (run,) = runs.find_runs(tmp_path, OTB, LAPTOP)
     assert run.record["state"] == runs.COMPLETE
+
+
+def test_a_run_that_was_killed_before_it_logged_what_it_had_saved_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl saves a step before it logs it, and a resume of the last step trains nothing."""
+    folder = begin(tmp_path)
+    log(folder, 0, 1)
+    (folder / "checkpoints").mkdir()
+    saved = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    monkeypatch.setattr(starting, "_train", lambda run: 0)
+    saved.write_text("1")
+    assert run_here([run_of(tmp_path)], collect=False) == 1
+    saved.write_text("2")
+    assert run_here([run_of(tmp_path)], collect=False) == 0 and run_of(tmp_path).examine()
 
 
 def test_runs_that_fail_are_named_and_the_rest_is_run_and_collected(

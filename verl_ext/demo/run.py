@@ -110,7 +110,8 @@ def run_task(
     points = read_metrics(out / "metrics.jsonl")
     summary = summarize(points, recipes, seed, steps, task, chance)
     summary["seconds"] = {"prepare": round(prepared - started, 1), "train": round(time.time() - prepared, 1)}
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    known = json.loads(json.dumps(summary), parse_constant=lambda name: None)  # JSON has no NaN
+    (out / "summary.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
     draw(
         points,
         out / "reward.png",

@@ -29,7 +29,7 @@ from verl_ext.demo.recipes import (
     tail_recipe,
     wide_lake_recipe,
 )
-from verl_ext.overrides import UsageError
+from verl_ext.overrides import UsageError, hydra_value
 
 #: Turns of a conversation about a chain_sum question, in the warm-up and in the multi-turn loop.
 TURNS = WarmupRecipe().max_turns
@@ -261,9 +261,9 @@ def overrides(task: DemoTask, recipes: Sequence[str], assets: DemoAssets, out: A
     settings = task.settings
     return [
         f"+recipe=[{','.join(recipe_list(task, recipes))}]",
-        f"data.train_files={assets.train_file}",
-        f"data.val_files={assets.val_file}",
-        f"actor_rollout_ref.model.path={assets.model_path}",
+        f"data.train_files={hydra_value(assets.train_file)}",
+        f"data.val_files={hydra_value(assets.val_file)}",
+        f"actor_rollout_ref.model.path={hydra_value(assets.model_path)}",
         f"data.train_batch_size={settings.prompts}",
         f"data.seed={seed}",
         f"data.max_prompt_length={assets.prompt_length}",
@@ -276,15 +276,15 @@ def overrides(task: DemoTask, recipes: Sequence[str], assets: DemoAssets, out: A
         f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.prompts}",
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
         *task.overrides,
-        *(f"{key}={Path(assets.folder) / name}" for key, name in task.files),
+        *(f"{key}={hydra_value(Path(assets.folder) / name)}" for key, name in task.files),
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={settings.val_every}",
         f"trainer.save_freq={settings.save_every}",
         "trainer.max_actor_ckpt_to_keep=1",
         "trainer.project_name=verl_ext",
         f"trainer.experiment_name=demo_{'_'.join(name for name in recipes if name != 'cpu')}",
-        f"trainer.default_local_dir={out / 'checkpoints'}",
-        f"verl_ext.rollouts_dir={out / 'rollouts'}",
-        f"verl_ext.rows_dir={out / 'rows'}",
-        f"hydra.run.dir={out / 'hydra'}",
+        f"trainer.default_local_dir={hydra_value(out / 'checkpoints')}",
+        f"verl_ext.rollouts_dir={hydra_value(out / 'rollouts')}",
+        f"verl_ext.rows_dir={hydra_value(out / 'rows')}",
+        f"hydra.run.dir={hydra_value(out / 'hydra')}",
     ]

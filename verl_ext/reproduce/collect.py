@@ -27,7 +27,7 @@ from verl_ext.reproduce import noise
 from verl_ext.reproduce.catalogue import scale_of
 from verl_ext.reproduce.metrics import MetricMissing, Run, Say, evaluate, spike
 from verl_ext.reproduce.noise import Interval
-from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, find_runs
+from verl_ext.reproduce.runs import COMPLETE, DEFAULT_OUT, TRAINED, find_runs
 from verl_ext.reproduce.runs import Run as RunFolder
 from verl_ext.reproduce.tables import SCALES, Cell, Scale, Table
 
@@ -188,12 +188,21 @@ def _runs(table: Table, scale: Scale, out: Path, notes: Notes) -> list[Run]:
     # Runs that agree with each other, though not with the table, are comparable: those like the last one are used.
     by_start = sorted(found, key=lambda one: (one[1], str(one[0].record.get("started", ""))))
     kept = {run.cell: run.record.get("settings") for run, _ in by_start}
+    plans = {cell: [run.planned for run, _ in found if run.cell == cell] for cell in kept}
+    lengths = {cell: max(own, key=own.count) for cell, own in plans.items()}
     runs = []
     for run, sound in found:
-        if sound or run.record.get("settings") == kept[run.cell]:
-            runs.append(run)
-        else:
+        if not sound and run.record.get("settings") != kept[run.cell]:
             notes.add("left out: its settings are not those of the cell's other runs", run.cell, run.seed)
+        elif run.planned != lengths[run.cell]:
+            notes.add("left out: it was to make another number of steps than the cell's other runs", run.cell, run.seed)
+        else:
+            runs.append(run)
+            if run.seed not in scale.seeds:
+                notes.add("a seed that the table does not have", run.cell, run.seed)
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{cell} {length or 'the whole length'}" for cell, length in lengths.items())
+        notes.add(f"cells were to make different numbers of steps ({each}): differences may come of those")
     extras = [" ".join(run.record.get("extra", [])) for run in runs]
     for run, extra in zip(runs, extras, strict=True):
         if extra:
@@ -227,6 +236,9 @@ def _read(folder: RunFolder, note: Say) -> Run:
         raise CollectError(f"its metrics end at {reached}, before the half of them")
     if planned and run.end < planned:
         note(f"its metrics end at {reached}")
+    trained = {step for name, curve in run.curves.items() if name.startswith(TRAINED) for step in curve.index}
+    if gaps := sorted({*range(1, run.end + 1)} - trained):
+        note(f"no metrics of {len(gaps)} of its {run.end} steps, the first is step {gaps[0]}")
     if scale.steps and planned and planned != scale.steps:
         note(f"a run of {planned} steps; the table has {scale.steps}")
     return run
@@ -346,7 +358,9 @@ def _contrast(
         return math.nan, None
     if not ratio:
         return noise.difference(own, theirs)
-    # Change of the mean, and the interval of the logarithms, in percent too.
+    # Change of the mean, and the interval of the logarithms, in percent too, over the pairs if there are two.
+    pairs = own.index.intersection(theirs.index)
+    own, theirs = (own[pairs], theirs[pairs]) if len(pairs) > 1 else (own, theirs)
     change = 100 * (float(own.mean() / theirs.mean()) - 1)
     _, logs = noise.difference(numpy.log(own), numpy.log(theirs))
     if logs is None:

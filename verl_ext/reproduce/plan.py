@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import home
+from verl_ext.overrides import hydra_value
 from verl_ext.recipes import find_recipe
 from verl_ext.reproduce.catalogue import load_yaml
 from verl_ext.reproduce.tables import Cell, Scale, Table
 
 LAPTOP = "Laptop scale: a test of the claim's direction, not the paper's number."
 """Stands over everything at that scale."""
-_PLAIN = re.compile(r"^[\w./\-+%@|:${}]+$")
 _LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
 """The process that writes the metrics may be on another node, which does not have the launcher's environment."""
 _RUN_LOCAL = (
@@ -45,25 +45,6 @@ def data_home() -> Path:
 def data_file(source: str, folder: Path | str | None = None) -> str:
     """The parquet file of a data set in a folder (default: :func:`data_home`), which may be a text with variables."""
     return f"{data_home() if folder is None else folder}/{source}.parquet"
-
-
-def hydra_value(value: Any) -> str:
-    """A YAML value as Hydra's command line writes it: quoted where its grammar needs that. A text that Hydra reads as a
-    number or as true, false or null is left as it is: ``1e-6`` is a text in YAML 1.1.
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(hydra_value, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{hydra_value(one)}" for key, one in value.items()) + "}"
-    text = str(value)
-    # Braces are fine within an interpolation only.
-    if _PLAIN.match(text) and not re.search(r"[{}]", re.sub(r"\$\{[^{}]*\}", "", text)):
-        return text
-    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +101,7 @@ def full_words(
             **({} if steps is None else {"trainer.total_training_steps": steps}),
         },
     )
-    return [f"+recipe=[{','.join(cell.recipe)}]", *overrides, f"+{_LOG}={folder}/metrics.jsonl"]
+    return [f"+recipe=[{','.join(cell.recipe)}]", *overrides, f"+{_LOG}={hydra_value(f'{folder}/metrics.jsonl')}"]
 
 
 def experiment(table: Table, scale: Scale, cell: Cell, seed: int | str) -> str:

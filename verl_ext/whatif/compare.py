@@ -133,7 +133,7 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
     alone: dict[str, bool] = {}
     for name, each in found.items():
         a, size = flat(each), of_rows([one.abs() for one in each])
-        alone[name] = _batch_wide(records[0], each[0], name)
+        alone[name] = any(_batch_wide(*one, name) for one in zip(records, each, strict=True))
         alphas[name] = alphas_of(name, False, alone[name])
         scale = signal_of(each, name) / unit if unit > 0 else None
         statistics[name] = {

@@ -368,8 +368,14 @@ async def faulty(task, left, right, *, how: str = "", times: int = 1):
         asyncio.ensure_future(right("never"))
         while not never:
             await asyncio.sleep(0.01)
+    if how == "sum":
+        (await left("b")).reward = 3e38  # of its row with the outcome
+        return 3e38
     return {
         "nan": math.nan,
+        "square": -1e60,
+        "digits": -(10**400),
+        "reward_square": "square",
         "object": object(),
         "reply": None,
         "reward": "raise",
@@ -406,6 +412,10 @@ def stuck(prompt: str) -> Any:
         ("endless", {"max_calls": 5}, "max_calls", "max_calls=5", ["left"] * 5),
         ("gather", {}, "error", "KeyError: 'one branch'", ["left"]),
         ("nan", {}, "error", "reward nan", ["left"]),
+        ("square", {}, "error", "the reward -1e+60; a reward must be finite, in float32 too", ["left"]),
+        ("digits", {}, "error", "must be finite", ["left"]),
+        ("sum", {}, "error", "the reward 6e+38; a reward must be finite", ["left"] * 2),
+        ("reward_square", {}, "reward_error", "e+60 (no finite number in float32)", ["left"]),
         ("object", {}, "error", "return a reward", ["left"]),
         ("reward", {}, "reward_error", "ZeroDivisionError: in the reward", ["left"]),
         ("reward_exit", {}, "reward_error", "raised SystemExit: 3", ["left"]),
@@ -419,6 +429,7 @@ def test_a_failure_ends_its_own_trajectory(
     assert fields(rows, "failure") == [""] * (len(rows) - 1) + [reason]
     assert detail in rows[-1].extra_fields["failure_detail"]
     assert rows[-1].extra_fields["failures"] == {reason: 1}
+    list_of_dict_to_tensordict([row.as_dict() for row in rows])  # verl can store them
     assert info(rows)[f"failure_{reason}"] == 1.0 and info(rows)["failed"] == 1.0
     assert {row.reward_score for row in rows} == {0.0}
     assert fields(rows, "valid_row") == [True] * len(rows)

@@ -26,6 +26,7 @@ from verl_ext.rollout.orchestra.agents import (
 )
 from verl_ext.rollout.orchestra.branches import here, start
 from verl_ext.rollout.retrieval import Retrieval, Retriever
+from verl_ext.rollout.scores import storable
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -153,7 +154,7 @@ class Task:
     async def score(self, answer: str) -> float:
         """The run's reward function on `answer`, for rewards of single calls.
 
-        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no number that is finite in float32, or took too long.
         """
         return (await _team(self).judge(str(answer)))[0]
 
@@ -305,12 +306,13 @@ class Team:
     async def judge(self, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function on an answer: (score, further numbers).
 
-        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no number that is finite in float32, or took too long.
         """
         assert self._task is not None
         score, info = await self.engine.score(self._task, answer)
-        if not math.isfinite(score):
-            raise OrchestraFailure(REWARD_ERROR, f"the reward function gave {score} for the answer {answer!r:.200}")
+        if not storable(score):
+            detail = f"the reward function gave {score} (no finite number in float32) for the answer {answer!r:.200}"
+            raise OrchestraFailure(REWARD_ERROR, detail)
         return score, info
 
     async def play(
@@ -337,6 +339,15 @@ class Team:
         for call in self.finished:
             if _finite(call.reply.reward, f"gave an answer of agent {call.agent.name}") and call not in self.calls:
                 raise TypeError(f"an orchestration rewarded agent {call.agent.name}, whose model is not of this run")
+        settled = await self._result(result)
+        ends = list(settled.rewards.values()) or ([] if settled.summed else [settled.outcome])
+        amounts = [abs(float(reward)) for reward in [*(call.reply.reward for call in self.calls), *ends]]
+        _finite(
+            sum(amounts), "gave, for calls and outcome together and without their signs,"
+        )  # a row has a sum of some
+        return settled
+
+    async def _result(self, result: Any) -> Result:
         if result is None:
             return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
         if isinstance(result, Reply):
@@ -372,11 +383,13 @@ class Team:
 def _finite(value: Any, did: str = "returned") -> float:
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(
             f"an orchestration {did} {value!r:.80}: return a reward (number), an answer (text), an Outcome, or None "
             "for the sum of its calls' rewards"
         ) from None
-    if not math.isfinite(number):
-        raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite")
+    if not storable(number):
+        raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite, in float32 too")
     return number

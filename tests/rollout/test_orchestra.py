@@ -1213,6 +1213,21 @@ def test_python_without_an_answer_earns_nothing(
     assert rows[-1].extra_fields["failure"] == ""
 
 
+@pytest.mark.parametrize(("said", "outcome"), [("I give up.", -1.0), ("Answer: 12", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("python", {}), ("search", {"max_steps": 1}), ("planner_worker", {"unparsable_plan": "end"})],
+)
+def test_no_answer_earns_no_more_than_a_wrong_one(
+    play: Any, name: str, options: dict[str, Any], said: str, outcome: float
+) -> None:
+    """verl's own reward gives a wrong answer -1 here; what is right, but in another form, still earns nothing."""
+    row = {"data_source": "math_dapo", "extra_info": {}}
+    rows, _ = play(name, lambda prompt: said, keys={"options": options}, row=row, reward_path="")
+    assert [one.reward_score for one in rows] == [outcome] and fields(rows, "turn_reward") == [outcome]
+    assert fields(rows, "is_action_valid") == [False] and fields(rows, "failure") == [""]
+
+
 # Models that somebody else serves.
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from chat_server import Served
 from hydra import compose
@@ -222,6 +223,30 @@ def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play
     assert [row.reward_score for row in rows] == [1.0, 1.0]
     assert info(rows)["failure_error"] == 0.0  # `ends` may raise on what is no whole answer yet
     assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
+
+
+GUESSES = {"twelve": 12, "true": True, "half": np.float32(0.5), "many": 10**400, "nan": math.nan, "text": "3"}
+
+
+@orchestra("test_guess")
+async def guess(task, asker):
+    return Outcome(reward=1.0, info={"guess": GUESSES.get((await asker("Guess.")).text)})
+
+
+@pytest.mark.parametrize(("said", "number"), [("twelve", 12.0), ("true", 1.0), ("half", 0.5)])
+def test_numbers_of_an_outcome(play: Any, said: str, number: float) -> None:
+    rows, _ = play("test_guess", lambda prompt: said)
+    assert info(rows)["guess"] == number and fields(rows, "failure") == [""] and rows[0].reward_score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"), [("no idea", "NoneType"), ("many", "int"), ("nan", "float"), ("text", "str")]
+)
+def test_what_is_no_number_of_an_outcome_fails_its_trajectory_by_name(play: Any, said: str, kind: str) -> None:
+    """The rollout was missing, and just where the model could not be read."""
+    rows, _ = play("test_guess", lambda prompt: said)
+    assert fields(rows, "failure") == ["error"] and rows[0].reward_score == 0.0
+    assert f"its 'guess' ({kind}) is none" in fields(rows, "failure_detail")[0] and "guess" not in info(rows)
 
 
 @orchestra("test_one_reward", lowest_reward=0.0)

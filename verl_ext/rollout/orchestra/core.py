@@ -38,7 +38,7 @@ class Outcome:
     Attributes:
         reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
         answer: the team's answer.
-        info: further numbers for verl's validation metrics.
+        info: further numbers for verl's validation metrics, finite ones and booleans.
         rewards: a reward for each agent that was called, by name, instead of one for all; see the row field
             ``agent_reward`` and ``lowest_reward`` of `orchestra`.
     """
@@ -356,6 +356,7 @@ class Team:
             result = Outcome(answer=result)
         if not isinstance(result, Outcome):
             return Result(_finite(result))
+        info = _numbers(result.info)
         if result.rewards is not None:
             rewards = {name: _finite(reward) for name, reward in result.rewards.items()}
             called = {call.agent.name for call in self.calls}
@@ -365,11 +366,11 @@ class Team:
                     f"for: {', '.join(rewards) or 'nobody'}"
                 )
             earned = [rewards[name] for name in called] or [0.0]
-            return Result(fmean(earned), result.answer or "", dict(result.info), rewards=rewards)
+            return Result(fmean(earned), result.answer or "", info, rewards=rewards)
         if result.reward is not None:
-            return Result(_finite(result.reward), result.answer or "", dict(result.info))
-        score, info = await self.judge(str(result.answer))
-        return Result(score, str(result.answer), {**info, **result.info})
+            return Result(_finite(result.reward), result.answer or "", info)
+        score, more = await self.judge(str(result.answer))
+        return Result(score, str(result.answer), {**more, **info})
 
     async def close(self) -> None:
         """End the trajectory: calls under way are cancelled, later ones refused."""
@@ -378,6 +379,19 @@ class Team:
         for future in pending:
             future.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an outcome. Raises ValueError: one is none, or not finite; names its key."""
+    for name, value in info.items():
+        try:
+            finite = math.isfinite(value)
+        except Exception:  # whatever a value may be
+            finite = False
+        if not finite:
+            kind = type(value).__name__
+            raise ValueError(f"Outcome(info=...) takes finite numbers and booleans; its {name!r} ({kind}) is none")
+    return {name: float(value) for name, value in info.items()}
 
 
 def _finite(value: Any, did: str = "returned") -> float:

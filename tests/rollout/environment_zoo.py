@@ -81,6 +81,7 @@ class Broken(Corridor):
             os._exit(3)
         odd = {
             "nan": ("x", float("nan"), False, {}),
+            "square": ("x", -1e60, False, {}),
             "text": ({"x": 1}, 0.0, False, {}),
             "reward": ("x", "a lot", False, {}),
             "done": ("x", 0.0, "no", {}),

@@ -50,6 +50,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
         raise ZeroDivisionError("in the reward")
     if "exit" in solution_str:
         raise SystemExit(3)
+    if "square" in solution_str:
+        return -(1e30**2)
     return {"score": float(solution_str.strip() == str(ground_truth)), "length": len(solution_str), "note": "text"}
 """
 

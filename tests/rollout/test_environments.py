@@ -196,6 +196,7 @@ FAULTS = {
     "hang": ("environment_timeout", "did not end within 0.4 s"),
     "die": ("environment_died", "its process ended"),
     "nan": ("environment_garbage", "the reward nan"),
+    "square": ("environment_garbage", r"the reward -1e\+60; expected a finite number, in float32 too"),
     "text": ("environment_garbage", r"{'x': 1} as its observation"),
     "reward": ("environment_garbage", "the reward 'a lot'"),
     "done": ("environment_garbage", "done='no'"),

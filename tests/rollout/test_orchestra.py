@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from chat_server import Served
 from hydra import compose
@@ -224,6 +225,30 @@ def test_a_function_of_the_agent_that_raises_on_a_models_text_keeps_the_row(play
     assert info(rows)["kept"] == 2.0 and "reward" not in info(rows)  # verl keeps the scores under that name
 
 
+GUESSES = {"twelve": 12, "true": True, "half": np.float32(0.5), "many": 10**400, "nan": math.nan, "text": "3"}
+
+
+@orchestra("test_guess")
+async def guess(task, asker):
+    return Outcome(reward=1.0, info={"guess": GUESSES.get((await asker("Guess.")).text)})
+
+
+@pytest.mark.parametrize(("said", "number"), [("twelve", 12.0), ("true", 1.0), ("half", 0.5)])
+def test_numbers_of_an_outcome(play: Any, said: str, number: float) -> None:
+    rows, _ = play("test_guess", lambda prompt: said)
+    assert info(rows)["guess"] == number and fields(rows, "failure") == [""] and rows[0].reward_score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"), [("no idea", "NoneType"), ("many", "int"), ("nan", "float"), ("text", "str")]
+)
+def test_what_is_no_number_of_an_outcome_fails_its_trajectory_by_name(play: Any, said: str, kind: str) -> None:
+    """The rollout was missing, and just where the model could not be read."""
+    rows, _ = play("test_guess", lambda prompt: said)
+    assert fields(rows, "failure") == ["error"] and rows[0].reward_score == 0.0
+    assert f"its 'guess' ({kind}) is none" in fields(rows, "failure_detail")[0] and "guess" not in info(rows)
+
+
 @orchestra("test_one_reward", lowest_reward=0.0)
 async def one_reward(task, asker, teller, *, call: bool = True):
     if call:
@@ -368,8 +393,14 @@ async def faulty(task, left, right, *, how: str = "", times: int = 1):
         asyncio.ensure_future(right("never"))
         while not never:
             await asyncio.sleep(0.01)
+    if how == "sum":
+        (await left("b")).reward = 3e38  # of its row with the outcome
+        return 3e38
     return {
         "nan": math.nan,
+        "square": -1e60,
+        "digits": -(10**400),
+        "reward_square": "square",
         "object": object(),
         "reply": None,
         "reward": "raise",
@@ -406,6 +437,10 @@ def stuck(prompt: str) -> Any:
         ("endless", {"max_calls": 5}, "max_calls", "max_calls=5", ["left"] * 5),
         ("gather", {}, "error", "KeyError: 'one branch'", ["left"]),
         ("nan", {}, "error", "reward nan", ["left"]),
+        ("square", {}, "error", "the reward -1e+60; a reward must be finite, in float32 too", ["left"]),
+        ("digits", {}, "error", "must be finite", ["left"]),
+        ("sum", {}, "error", "the reward 6e+38; a reward must be finite", ["left"] * 2),
+        ("reward_square", {}, "reward_error", "e+60 (no finite number in float32)", ["left"]),
         ("object", {}, "error", "return a reward", ["left"]),
         ("reward", {}, "reward_error", "ZeroDivisionError: in the reward", ["left"]),
         ("reward_exit", {}, "reward_error", "raised SystemExit: 3", ["left"]),
@@ -419,6 +454,7 @@ def test_a_failure_ends_its_own_trajectory(
     assert fields(rows, "failure") == [""] * (len(rows) - 1) + [reason]
     assert detail in rows[-1].extra_fields["failure_detail"]
     assert rows[-1].extra_fields["failures"] == {reason: 1}
+    list_of_dict_to_tensordict([row.as_dict() for row in rows])  # verl can store them
     assert info(rows)[f"failure_{reason}"] == 1.0 and info(rows)["failed"] == 1.0
     assert {row.reward_score for row in rows} == {0.0}
     assert fields(rows, "valid_row") == [True] * len(rows)
@@ -1200,6 +1236,21 @@ def test_python_without_an_answer_earns_nothing(
     said = info(rows)
     assert (said["programs"], said["programs_failed"], said["void"]) == numbers and said["answered"] == 0.0
     assert rows[-1].extra_fields["failure"] == ""
+
+
+@pytest.mark.parametrize(("said", "outcome"), [("I give up.", -1.0), ("Answer: 12", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("python", {}), ("search", {"max_steps": 1}), ("planner_worker", {"unparsable_plan": "end"})],
+)
+def test_no_answer_earns_no_more_than_a_wrong_one(
+    play: Any, name: str, options: dict[str, Any], said: str, outcome: float
+) -> None:
+    """verl's own reward gives a wrong answer -1 here; what is right, but in another form, still earns nothing."""
+    row = {"data_source": "math_dapo", "extra_info": {}}
+    rows, _ = play(name, lambda prompt: said, keys={"options": options}, row=row, reward_path="")
+    assert [one.reward_score for one in rows] == [outcome] and fields(rows, "turn_reward") == [outcome]
+    assert fields(rows, "is_action_valid") == [False] and fields(rows, "failure") == [""]
 
 
 # Models that somebody else serves.

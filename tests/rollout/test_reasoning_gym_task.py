@@ -107,6 +107,15 @@ def test_unknown_dataset_and_bad_configuration_are_named() -> None:
         load_dataset("chain_sum", '{"min_turms": 2}')
 
 
+def test_an_answer_that_brings_about_a_score_out_of_range_is_wrong() -> None:
+    """Nine right letters and one more: nine ninths are 1.0000000000000002. The rollout was missing."""
+    entry = {"question": "Spell ihgfedcba backward", "answer": "abcdefghi", "metadata": {}}
+    spelled = ReasoningGymTask("spell_backward", json.dumps({"seed": 0, "size": 1}), entry)
+    verdict = spelled.judge("abcdefghij")
+    assert (verdict.score, verdict.solved, verdict.reason) == (0.0, False, "error")
+    assert spelled.judge("abcdefghi").solved and spelled.judge("abcdefghx").score == pytest.approx(8 / 9)
+
+
 @pytest.mark.parametrize("score", [-0.5, 1.5, None, "1.0", [1.0]])
 def test_scores_out_of_range_are_refused(score: Any) -> None:
     with pytest.raises(ValueError, match="expected a number in"):

@@ -241,6 +241,15 @@ def test_rewards_can_be_scaled(tokenizer: Any) -> None:
     assert fields(rows, "agent_id") == ["walker"] * 3
 
 
+@pytest.mark.parametrize(("scale", "turns"), [(1e39, [0.0]), (3e38, [3e38, 0.0])])
+def test_rewards_that_are_too_large_together_are_garbage(tokenizer: Any, scale: float, turns: list[float]) -> None:
+    """verl could not store them: the rollout would be missing."""
+    large = {"name": "environment_zoo:Paying", "reward_scale": scale, "failed_trajectories": "mask"}
+    rows, _ = play(tokenizer, [act("forward")], environment=large)
+    assert fields(rows, "failure")[-1] == "environment_garbage" and fields(rows, "turn_reward") == turns
+    list_of_dict_to_tensordict([row.as_dict() for row in rows])
+
+
 def test_rollouts_of_a_prompt_begin_in_the_same_state(tokenizer: Any) -> None:
     lake = {"name": "gymnasium", "kwargs": {"id": "FrozenLake-v1", "map_size": 4, "is_slippery": True}, "max_steps": 4}
     rows = [{"extra_info": {"index": prompt}} for prompt in (0, 0, 0, 1, 2, 3)]
@@ -324,6 +333,7 @@ def test_a_prompt_that_cannot_be_shortened_ends_the_trajectory(tokenizer: Any) -
         ("hang", "environment_timeout"),
         ("die", "environment_died"),
         ("nan", "environment_garbage"),
+        ("square", "environment_garbage"),
         ("none", "environment_garbage"),
         ("huge", "environment_garbage"),
     ],

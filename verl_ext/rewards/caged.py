@@ -270,7 +270,14 @@ def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any
         name, config_json: see `load_dataset`.
         answer: of the model.
         entry: as generated: ``question``, ``answer``, ``metadata``.
+
+    Raises:
+        ValueError: the score is not in [0, 1], so that it is no verdict on this answer. (spell_backward adds ninths to
+            1.0000000000000002 for nine right letters with others after them.)
     """
     dataset = load_dataset(name, config_json)
     only_expressions(*(cls.__module__ for cls in type(dataset).__mro__ if cls.__module__.startswith("reasoning_gym.")))
-    return float(dataset.score_answer(answer, entry))
+    score = float(dataset.score_answer(answer, entry))
+    if not 0.0 <= score <= 1.0:  # also NaN
+        raise ValueError(f"the verifier of {name} gave the score {score}; expected one in [0, 1]")
+    return score

@@ -152,10 +152,11 @@ class ReasoningGymTask:
             timeout_s: seconds of processor time; an answer that takes longer is wrong.
 
         Returns:
-            The verdict. A text that can't be parsed scores 0 and is not shown to the verifier.
+            The verdict. A text that can't be parsed scores 0 and is not shown to the verifier. An answer that brings
+            about a score outside of [0, 1] scores 0 too, with the reason ``error``.
 
         Raises:
-            ValueError: the verifier returned something that is not a finite number in [0, 1].
+            ValueError: a verifier that only compares returned something that is not a finite number in [0, 1].
             JudgeError: the verifier is broken: it fails on the reference answer too, or can't be run.
         """
         parsed, verdict = self._parse(text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from verl.utils.profiler import simple_timer
 
 from verl_ext.log_filter import Once
+from verl_ext.rollout.scores import storable
 from verl_ext.rollout.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
@@ -218,12 +218,14 @@ def make_rows(
         ``failure`` and ``reward_extra_info``.
 
     Raises:
-        ValueError: no call, or an outcome that is not finite.
+        ValueError: no call, or an outcome or ``turn_reward`` that is not finite in float32.
     """
     if not calls:
         raise ValueError("a trajectory without any model call has no rows; use verl_ext.rollout.rows.placeholder")
-    if not math.isfinite(outcome):
-        raise ValueError(f"the outcome of a trajectory is {outcome}; a reward must be finite")
+    turns = [call.fields["turn_reward"] for call in calls if "turn_reward" in call.fields]
+    for what, reward in [("the outcome of a trajectory", outcome), *(("the reward of a turn", turn) for turn in turns)]:
+        if not storable(reward):
+            raise ValueError(f"{what} is {reward}; a reward must be finite, in float32 too")
     # verl builds the columns from the keys of the first row, so all rows have them or none has.
     has_logprobs = all(call.response_logprobs is not None for call in calls)
     rows = []

@@ -57,12 +57,20 @@ from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.rollout import rows
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row, read_options
-from verl_ext.rollout.environments.protocol import FAULTS, EnvironmentFault, EnvironmentUnavailable, Observation, Step
+from verl_ext.rollout.environments.protocol import (
+    FAULTS,
+    GARBAGE,
+    EnvironmentFault,
+    EnvironmentUnavailable,
+    Observation,
+    Step,
+)
 from verl_ext.rollout.environments.registry import load
 from verl_ext.rollout.environments.runner import open_session
 from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.environments.templates import Template, load_template
 from verl_ext.rollout.plain_text import PlainText
+from verl_ext.rollout.scores import storable
 from verl_ext.rollout.tags import tagged
 from verl_ext.rollout.turns import in_turn
 
@@ -296,7 +304,10 @@ class StepWiseLoop(AgentLoopBase):
             )
 
     async def _act(self, session: Session, episode: _Episode, call: rows.ModelCall, rule: str, cut: bool) -> bool:
-        """Carry out the action of an answer; whether the episode is over."""
+        """Carry out the action of an answer; whether the episode is over.
+
+        Raises EnvironmentFault: the environment broke, or the rewards so far are too large for float32.
+        """
         seen = episode.observation
         answer = await rows.decode(self, call.response_ids)
         action = parse_action(answer, seen.actions, self.options)
@@ -310,7 +321,10 @@ class StepWiseLoop(AgentLoopBase):
             with simple_timer("tool_calls", timing):
                 step = await session.step(action.text)
             call.metrics.tool_calls = timing["tool_calls"]
-        episode.rewards[-1] = call.fields["turn_reward"] = self.options.reward_scale * step.reward
+        reward = self.options.reward_scale * step.reward
+        if not storable(sum(map(abs, [*episode.rewards, reward]))):  # so that no part of them is too large either
+            raise EnvironmentFault(GARBAGE, f"a step earned {reward}: the episode's return is not finite in float32")
+        episode.rewards[-1] = call.fields["turn_reward"] = reward
         episode.past.append((episode.shown.text, self.plain.text(action.text)))
         if step.observation is not seen:
             self._see(episode, step.observation)

@@ -44,6 +44,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_ext.rollout.scores import storable
+
 INVALID_ACTION = ("noop", "pass")
 
 #: An observation, an action list and what comes with them, as JSON text.
@@ -78,7 +80,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step led to: `reward` is finite, `info` plain data."""
+    """What a step led to: `reward` is finite, in float32 too, `info` plain data."""
 
     observation: Observation
     reward: float
@@ -157,8 +159,8 @@ def _number(value: Any, what: str) -> float:
         number = float(number)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise _garbage(f"{what} {_shown(value)}; expected a finite number")
+    if not storable(number):
+        raise _garbage(f"{what} {_shown(value)}; expected a finite number, in float32 too")
     return number
 
 
@@ -210,7 +212,7 @@ def _truth(value: Any, name: str) -> bool:
 def step_result(value: Any) -> Step:
     """Check what ``step`` returned.
 
-    Raises EnvironmentFault: it is not (observation, reward, done, info), or the reward is not finite.
+    Raises EnvironmentFault: it is not (observation, reward, done, info), or the reward is not finite in float32.
     """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise _garbage(f"step returned {_shown(value)}; expected (observation, reward, done, info)")

@@ -26,6 +26,7 @@ from verl_ext.rollout.orchestra.agents import (
 )
 from verl_ext.rollout.orchestra.branches import here, start
 from verl_ext.rollout.retrieval import Retrieval, Retriever
+from verl_ext.rollout.scores import storable
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -37,7 +38,7 @@ class Outcome:
     Attributes:
         reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
         answer: the team's answer.
-        info: further numbers for verl's validation metrics.
+        info: further numbers for verl's validation metrics, finite ones and booleans.
         rewards: a reward for each agent that was called, by name, instead of one for all; see the row field
             ``agent_reward`` and ``lowest_reward`` of `orchestra`.
     """
@@ -153,7 +154,7 @@ class Task:
     async def score(self, answer: str) -> float:
         """The run's reward function on `answer`, for rewards of single calls.
 
-        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no number that is finite in float32, or took too long.
         """
         return (await _team(self).judge(str(answer)))[0]
 
@@ -305,12 +306,13 @@ class Team:
     async def judge(self, answer: str) -> tuple[float, dict[str, float]]:
         """The run's reward function on an answer: (score, further numbers).
 
-        Raises OrchestraFailure: the function raised, gave no finite number, or took too long.
+        Raises OrchestraFailure: the function raised, gave no number that is finite in float32, or took too long.
         """
         assert self._task is not None
         score, info = await self.engine.score(self._task, answer)
-        if not math.isfinite(score):
-            raise OrchestraFailure(REWARD_ERROR, f"the reward function gave {score} for the answer {answer!r:.200}")
+        if not storable(score):
+            detail = f"the reward function gave {score} (no finite number in float32) for the answer {answer!r:.200}"
+            raise OrchestraFailure(REWARD_ERROR, detail)
         return score, info
 
     async def play(
@@ -337,6 +339,15 @@ class Team:
         for call in self.finished:
             if _finite(call.reply.reward, f"gave an answer of agent {call.agent.name}") and call not in self.calls:
                 raise TypeError(f"an orchestration rewarded agent {call.agent.name}, whose model is not of this run")
+        settled = await self._result(result)
+        ends = list(settled.rewards.values()) or ([] if settled.summed else [settled.outcome])
+        amounts = [abs(float(reward)) for reward in [*(call.reply.reward for call in self.calls), *ends]]
+        _finite(
+            sum(amounts), "gave, for calls and outcome together and without their signs,"
+        )  # a row has a sum of some
+        return settled
+
+    async def _result(self, result: Any) -> Result:
         if result is None:
             return Result(_finite(sum(call.reply.reward for call in self.calls)), summed=True)
         if isinstance(result, Reply):
@@ -345,6 +356,7 @@ class Team:
             result = Outcome(answer=result)
         if not isinstance(result, Outcome):
             return Result(_finite(result))
+        info = _numbers(result.info)
         if result.rewards is not None:
             rewards = {name: _finite(reward) for name, reward in result.rewards.items()}
             called = {call.agent.name for call in self.calls}
@@ -354,11 +366,11 @@ class Team:
                     f"for: {', '.join(rewards) or 'nobody'}"
                 )
             earned = [rewards[name] for name in called] or [0.0]
-            return Result(fmean(earned), result.answer or "", dict(result.info), rewards=rewards)
+            return Result(fmean(earned), result.answer or "", info, rewards=rewards)
         if result.reward is not None:
-            return Result(_finite(result.reward), result.answer or "", dict(result.info))
-        score, info = await self.judge(str(result.answer))
-        return Result(score, str(result.answer), {**info, **result.info})
+            return Result(_finite(result.reward), result.answer or "", info)
+        score, more = await self.judge(str(result.answer))
+        return Result(score, str(result.answer), {**more, **info})
 
     async def close(self) -> None:
         """End the trajectory: calls under way are cancelled, later ones refused."""
@@ -369,14 +381,29 @@ class Team:
         await asyncio.gather(*pending, return_exceptions=True)
 
 
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an outcome. Raises ValueError: one is none, or not finite; names its key."""
+    for name, value in info.items():
+        try:
+            finite = math.isfinite(value)
+        except Exception:  # whatever a value may be
+            finite = False
+        if not finite:
+            kind = type(value).__name__
+            raise ValueError(f"Outcome(info=...) takes finite numbers and booleans; its {name!r} ({kind}) is none")
+    return {name: float(value) for name, value in info.items()}
+
+
 def _finite(value: Any, did: str = "returned") -> float:
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(
             f"an orchestration {did} {value!r:.80}: return a reward (number), an answer (text), an Outcome, or None "
             "for the sum of its calls' rewards"
         ) from None
-    if not math.isfinite(number):
-        raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite")
+    if not storable(number):
+        raise ValueError(f"an orchestration {did} the reward {number}; a reward must be finite, in float32 too")
     return number

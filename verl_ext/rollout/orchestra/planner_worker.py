@@ -57,7 +57,7 @@ async def planner_worker(
         aggregate: whether the aggregator writes the answer. False: the answer is the workers' results in the plan's
             order, one a paragraph, and the aggregator is not called.
         unparsable_plan: a plan without parts means that one worker does the whole task (``whole``), or that the
-            trajectory is over with reward 0 (``end``).
+            trajectory is over (``end``): the plan is judged as the answer, and earns 0 at most.
     """
     plan = await planner(task.messages)
     if plan.valid:
@@ -65,7 +65,8 @@ async def planner_worker(
     elif unparsable_plan == "whole":
         parts = [task.question]
     else:
-        return Outcome(reward=0.0, info={"parts": 0})
+        # Where a wrong answer earns less than 0, so does no plan.
+        return Outcome(reward=min(0.0, await task.score(plan.text)), info={"parts": 0})
 
     async def work(part: str) -> Reply | OrchestraFailure:
         try:

@@ -3,7 +3,8 @@
 
 Tool-integrated reasoning as in SimpleTIR (arXiv 2509.02479): a turn ends with its first whole block of Python, which
 runs in the sandbox as a program of its own; its output is the next message. A turn without a block ends the
-trajectory: with a ``\\boxed{`` it is the answer, which the run's reward function judges, else it is void and earns 0.
+trajectory: with a ``\\boxed{`` it is the answer, which the run's reward function judges, else it is void, and earns no
+more than 0 and than its judgement.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ async def python(
     timeout_s: Positive = 10.0,
     max_output: AtLeastOne = 2000,
 ) -> Outcome:
-    """Think, run, read, answer. The run's reward function judges the last turn; without an answer the reward is 0.
+    """Think, run, read, answer. The run's reward function judges the last turn; without an answer it earns 0 at most.
 
     Numbers of a trajectory: ``programs`` (run), ``programs_failed`` (ended without output, by an exception or a limit),
     ``answered`` and ``void``.
@@ -74,4 +75,6 @@ async def python(
         ]
     answered = not has_code and ANSWER in reply.text
     info = {"programs": programs, "programs_failed": failed, "answered": answered, "void": not reply.valid}
-    return Outcome(reward=None if answered else 0.0, answer=reply.text, info=info)
+    # Where a wrong answer earns less than 0, so does none.
+    reward = None if answered else min(0.0, await task.score(reply.text))
+    return Outcome(reward=reward, answer=reply.text, info=info)

@@ -85,7 +85,7 @@ async def search(
     unparsable_verdict: Literal["no", "yes"] = "no",
     on_retriever_failure: Literal["continue", "end"] = "continue",
 ) -> Outcome:
-    """Verify, search or answer. The run's reward function judges the answer; without one the reward is 0.
+    """Verify, search or answer. The run's reward function judges the answer; one that can't be read earns 0 at most.
 
     Numbers of a trajectory: ``searches`` (readable queries), ``searches_found`` (those that found a passage),
     ``searched_first`` (the first step was a readable query), ``answer_retrieved`` (a passage held an accepted answer),
@@ -117,7 +117,9 @@ async def search(
                 "answer_retrieved": float(retrieved),
                 "answered": float(answer.valid),
             }
-            return Outcome(reward=None if answer.valid else 0.0, answer=answer.value, info=info)
+            # Where a wrong answer earns less than 0, so does one that can't be read.
+            reward = None if answer.valid else min(0.0, await task.score(answer.text))
+            return Outcome(reward=reward, answer=answer.value, info=info)
         query = await searcher(told)
         if not query.valid:
             known.append("<information>The last query could not be read.</information>")

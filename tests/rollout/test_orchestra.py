@@ -956,6 +956,38 @@ def test_a_long_answer_of_a_tool_is_cut_as_verl_cuts_it(
     assert uses(play, tool, multi_turn={"max_tool_response_length": 4, **side})[1] == text
 
 
+def test_a_tool_call_of_many_levels_is_text_and_loses_no_rollout(play: Any, added: BaseTool) -> None:
+    """The model reads the tool's error and goes on."""
+    deep = f'<tool_call>{{"name": "test_add", "arguments": {"[" * 600}{"]" * 600}}}</tool_call>'
+    rows, server = play(
+        "test_tools",
+        lambda prompt: "12" if "<|im_start|>tool" in prompt else deep,
+        tools=[added],
+        rollout={"multi_turn": {"format": "hermes"}},
+        prompt_length=4096,
+        response_length=2048,
+    )
+    assert "tool\nError: " in server.prompts[1] and info(rows)["failure_tool_error"] == 1.0
+    assert [row.reward_score for row in rows] == [1.0, 1.0]
+
+
+def test_a_prompt_that_the_chat_template_refuses_ends_its_own_trajectory(
+    play: Any, added: BaseTool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}"
+    monkeypatch.setattr(tokenizer, "chat_template", picky + "{% endfor %}{% endfor %}" + tokenizer.chat_template)
+    rows, _ = play(
+        "test_tools",
+        lambda prompt: '<tool_call>{"name": "test_add", "arguments": [5, 7]}</tool_call>',
+        tools=[added],
+        rollout={"multi_turn": {"format": "hermes"}},
+        response_length=128,
+    )
+    (row,) = rows
+    assert row.extra_fields["failure"] == "error" and row.reward_score == 0.0 and set(row.response_mask) == {1}
+    assert row.extra_fields["failure_detail"].startswith("no prompt can be made for agent calculator: ")
+
+
 class Seeing(Counting):
     """A tool that says what it is told of its row and its conversation."""
 

@@ -22,6 +22,9 @@ from verl_ext.rollout.rows import ModelCall
 
 logger = logging.getLogger(__name__)
 
+DEEPEST = 64
+"""Levels of lists and objects that a tool call's arguments may have: what makes prompts of them calls itself at each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ToolSettings:
@@ -224,8 +227,14 @@ async def read_calls(parser: Any, ids: Sequence[int], schemas: Sequence[Any]) ->
 
 
 def arguments_of(text: str) -> Any:
-    """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON."""
+    """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON, or of
+    more than `DEEPEST` levels."""
     try:
-        return json.loads(text)
+        made = json.loads(text)
     except (ValueError, TypeError, RecursionError):  # no JSON, or an integer of more digits than Python reads
         return text
+    level = [made]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [value for values in inner for value in values]
+    return text if any(isinstance(one, dict | list) for one in level) else made

@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -939,6 +940,11 @@ def test_what_a_function_returns_is_read_as_verl_reads_it(
     rows, shown = uses(play, FunctionTool("test_add", lambda a, b: returned, added.tool_schema))
     assert shown.startswith(text) and bool(shown) == bool(text)
     assert info(rows)["failure_tool_error"] == failures
+
+
+def test_a_tool_that_is_a_function_has_threads_of_its_own(play: Any, added: BaseTool) -> None:
+    tool = FunctionTool("test_add", lambda a, b: threading.current_thread().name, added.tool_schema)
+    assert uses(play, tool)[1].startswith("verl_ext-tools")
 
 
 @pytest.mark.parametrize(

@@ -407,4 +407,5 @@ def test_an_answer_on_which_a_parser_raises_has_no_tool_call() -> None:
     long = '{"a": ' + "1" * 5000 + "}"  # an integer of more digits than Python reads
     assert arguments_of(long) == long and arguments_of('{"a": 1}') == {"a": 1} and arguments_of("{") == "{"
     deep = {levels: '{"a": ' * (levels - 1) + "[]" + "}" * (levels - 1) for levels in (64, 65, 200_000)}
-    assert arguments_of(deep[64]) == json.loads(deep[64]) and all(arguments_of(deep[n]) == deep[n] for n in (65, 200_000))
+    assert arguments_of(deep[64]) == json.loads(deep[64])
+    assert all(arguments_of(deep[levels]) == deep[levels] for levels in (65, 200_000))

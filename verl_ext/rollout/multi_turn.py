@@ -159,7 +159,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         self.tools_failed = 0
         if getattr(self.options, "tools", ()):
             verls, given = self.rollout_config.get("multi_turn") or {}, kwargs.get("tools")
-            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed)
+            own = threads(self.config, "tools")
+            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed, own)
         self.prompt_length = int(self.rollout_config.prompt_length)
         self.plain = PlainText(self.tokenizer)
 
@@ -203,6 +204,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         Raises:
             ValueError: the first prompt is too long, the row carries no task, or the verifier gave no score.
             JudgeError: the verifier is broken, whatever the answer.
+            HeldThreads: too many calls of tools hang for another to begin.
             RuntimeError: the engine returned no token for the first turn; or see `rows.HOPELESS`.
         """
         messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]

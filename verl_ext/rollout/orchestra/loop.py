@@ -87,9 +87,9 @@ class OrchestraLoop(AgentLoopBase):
         self.voices = voices(self)
         self.endpoints = endpoints.of(self.config)
         options = self.rollout_config.get("multi_turn") or {}
-        given = kwargs.get("tools")
+        given, own = kwargs.get("tools"), threads(self.config, "tools")
         self.tools = {
-            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed)
+            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed, own)
             for name, voice in self.voices.items()
         }
         self._sampling: dict[str, Any] = {}

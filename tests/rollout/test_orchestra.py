@@ -34,6 +34,7 @@ from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, 
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
+from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.rows import HOPELESS
 
 pytestmark = pytest.mark.usefixtures("fresh_fates")
@@ -940,6 +941,22 @@ def test_what_a_function_returns_is_read_as_verl_reads_it(
     rows, shown = uses(play, FunctionTool("test_add", lambda a, b: returned, added.tool_schema))
     assert shown.startswith(text) and bool(shown) == bool(text)
     assert info(rows)["failure_tool_error"] == failures
+
+
+def test_the_end_of_a_turn_is_no_part_of_what_a_tool_call_said(
+    play: Any, added: BaseTool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    message = PlainText.message
+
+    def noted(self: PlainText, one: Any) -> Any:
+        seen.append(dict(one))
+        return message(self, one)
+
+    monkeypatch.setattr(PlainText, "message", noted)
+    rows, _ = uses(play, added)
+    said = [one["content"] for one in seen if one["role"] == "assistant"]
+    assert said == [""] and info(rows)["control_tokens_split"] == 0.0
 
 
 def test_a_tool_that_is_a_function_has_threads_of_its_own(play: Any, added: BaseTool) -> None:

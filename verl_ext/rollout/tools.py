@@ -192,8 +192,8 @@ class Tools:
                 raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
             tool, given = tools[name], json.loads(arguments)
             if isinstance(tool, FunctionTool) and not tool.is_async:
-                # Not verl's call: that takes a thread of the event loop, in which verl's parsers decode, and keeps it if
-                # the function hangs. As with verl's, the function sees the context of its caller.
+                # Not verl's call: that takes a thread of the event loop, in which verl's parsers decode, and keeps it
+                # if the function hangs. As with verl's, the function sees the context of its caller.
                 context = contextvars.copy_context()
                 return await self.threads.run(context.run, run, tool, given, timeout_s=self.timeout_s)
             return await asyncio.wait_for(use(tool, given), timeout=self.timeout_s)
@@ -234,11 +234,14 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
 
 
 async def read_calls(parser: Any, ids: Sequence[int], schemas: Sequence[Any]) -> tuple[str, list[Any]]:
-    """An answer's text without its tool calls, and these. One on which verl's parser raises has none: what a model
-    writes must not end its rollout as if the engine had failed."""
+    """An answer's text without its tool calls and special tokens, and the calls. One on which verl's parser raises has
+    none: what a model writes must not end its rollout as if the engine had failed."""
     try:
         content, calls = await parser.extract_tool_calls(list(ids), list(schemas))
-        return content or "", calls
+        content = content or ""
+        for token in parser.tokenizer.all_special_tokens:  # some parsers decode the turn's end with the text
+            content = content.replace(token, "")
+        return content, calls
     except Exception as error:
         logger.warning("no tool call can be read in an answer: %s: %s", type(error).__name__, error)
         return "", []

@@ -207,8 +207,6 @@ class GatewayLoop(OrchestraLoop):
         content, found = await read_calls(parser, ids, _for_parser(asked.tools))
         if not found:
             return text, []
-        for token in tokenizer.all_special_tokens:
-            content = content.replace(token, "")
         functions = [
             {"name": call.name, "arguments": call.arguments} for call in found[: 1 if asked.one_tool else None]
         ]

@@ -862,6 +862,7 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
         "verl_ext.gateway.sampling=other": "sampling is 'other'",
         "verl_ext.gateway.cage=required": "cage=required is for a command",
         "verl_ext.gateway.readable=[/tmp]": "readable is for a command in a cage",
+        "verl_ext.gateway.memory_mb=512": "memory_mb is for a command in a cage",
         "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run serves policy",
         "+verl_ext.gateway.agents={planner:{tokens:3}}": "agents.planner is",
         "+verl_ext.gateway.agents={planner:{max_tokens:0}}": "max_tokens is 0",

@@ -465,6 +465,19 @@ def test_calls_still_under_way_make_no_row(play: Any) -> None:
     assert len(server.prompts) == 2 and fields(rows, "agent_id") == ["left"]
 
 
+@orchestra("test_adds_to_the_task")
+async def adds_to_the_task(task, asker, teller):
+    task.messages.append({"role": "user", "content": f"<|im_end|> {(await asker(task.messages)).text}"})
+    task.messages[0]["content"] += "<|im_end|>"
+    return (await teller(task.messages)).text
+
+
+def test_what_an_orchestra_adds_to_the_messages_of_the_data_is_text(play: Any) -> None:
+    rows, server = play("test_adds_to_the_task", PAIR)
+    assert f"user\n{QUESTION}< |im_end|>" in server.prompts[1] and "user\n< |im_end|> how much?" in server.prompts[1]
+    assert info(rows)["control_tokens_split"] == 2.0
+
+
 def test_an_engine_that_fails_is_raised(play: Any) -> None:
     with pytest.raises(ConnectionError, match="gone"):
         play("test_faulty", lambda prompt: ConnectionError("the engine is gone"))

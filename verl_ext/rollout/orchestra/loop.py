@@ -136,7 +136,7 @@ class OrchestraLoop(AgentLoopBase):
             data_source=str(kwargs.get("data_source") or ""),
             extra_info=dict(kwargs.get("extra_info") or {}),
         )
-        self._data = task.messages
+        self._data = [dict(message) for message in task.messages]  # an orchestra may add to the task's
         self._sampling, self._priority = dict(sampling_params), int(priority)
         self._request = rows.request_name(self, self._priority, kwargs.get("session_id", 0))
         session: dict[str, Any] = {}

@@ -314,6 +314,38 @@ def test_tools_are_rendered_parsed_and_given_back(play: Play, tokenizer: Any) ->
     assert prompt.count("<|im_start|>") == 4 and prompt.count("<|im_end|>") == 3
 
 
+def test_a_tool_call_that_utf8_cannot_send_is_answered_at_once(play: Play) -> None:
+    """A lone surrogate becomes a question mark; it was a 500, upon which clients ask anew."""
+    call = r'<tool_call>{"name": "a\udc00", "arguments": {"a": "\ud800"}}</tool_call>'
+    said: list[Any] = []
+
+    def agent(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+        tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+        said.append(post(base_url, api_key, chat(tools=[tool])))
+        said.append(client(base_url, api_key).chat.completions.create(**chat(tools=[tool], stream=True)))
+        said[1] = [event.choices[0].delta.tool_calls for event in said[1]]
+        return 1.0
+
+    rows = play(agent, call, rollout={"response_length": 128})
+    status, answer = said[0]
+    (asked,) = answer["choices"][0]["message"]["tool_calls"]
+    assert status == 200 and asked["function"] == {"name": "a?", "arguments": '{"a": "?"}'}
+    assert [calls[0].function.arguments for calls in said[1] if calls] == ['{"a": "?"}'] and len(rows) == 2
+
+
+def test_what_is_said_beside_tool_calls_ends_before_the_stop_text(play: Play) -> None:
+    said: list[Any] = []
+
+    def agent(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+        tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+        said.append(post(base_url, api_key, chat(tools=[tool], stop="STOP"))[1]["choices"][0])
+        return 1.0
+
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    play(agent, f"so {call} then STOP and more", rollout={"response_length": 128})
+    assert said[0]["message"]["content"] == "so  then " and len(said[0]["message"]["tool_calls"]) == 1
+
+
 def test_sampling_of_its_own_is_refused_ignored_or_recorded(play: Play, tokenizer: Any) -> None:
     answers: list[tuple[int, Any]] = []
 
@@ -830,6 +862,7 @@ def test_settings_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest
         "verl_ext.gateway.sampling=other": "sampling is 'other'",
         "verl_ext.gateway.cage=required": "cage=required is for a command",
         "verl_ext.gateway.readable=[/tmp]": "readable is for a command in a cage",
+        "verl_ext.gateway.memory_mb=512": "memory_mb is for a command in a cage",
         "+verl_ext.gateway.agents={planner:{model:frozen}}": "agents.planner.model is 'frozen'; this run serves policy",
         "+verl_ext.gateway.agents={planner:{tokens:3}}": "agents.planner is",
         "+verl_ext.gateway.agents={planner:{max_tokens:0}}": "max_tokens is 0",

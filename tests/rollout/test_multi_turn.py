@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
 from loops import make_loop
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.tools.function_tool import function_tool
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
@@ -18,8 +20,10 @@ from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts.agent_loops import AgentLoops
 from verl_ext.rewards.judge import JudgeError
+from verl_ext.rollout import multi_turn
 from verl_ext.rollout.multi_turn import AGENT_NAME, MultiTurnOptions, MultiTurnVerifierLoop, turn_rewards
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, Verdict
+from verl_ext.rollout.rows import HOPELESS, Fates
 
 QUESTION = "State the final answer to the following arithmetic problem: 3 + 9 ="
 CONFIG_JSON = json.dumps({"seed": 0, "size": 1})
@@ -351,6 +355,47 @@ def test_a_trajectory_that_ends_in_a_tool_call(with_tools: Any, sums: dict[str, 
         assert set(fields(rows, "stop_reason")) == {"empty_response"}
         assert [row.reward_score for row in rows] == pytest.approx([score] * len(rows))
         assert rows[-1].extra_fields["reward_extra_info"]["acc"] == 0.0
+
+
+@function_tool("test_multi_turn_add")
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one number.
+        b: the other.
+    """
+    return a + b
+
+
+def test_arguments_of_many_levels_lose_no_rollout(with_tools: Any) -> None:
+    """They stay text, and the model reads the tool's error."""
+    deep = f'<tool_call>{{"name": "test_multi_turn_add", "arguments": {"[" * 600}{"]" * 600}}}</tool_call>'
+    sizes = {"prompt_length": 4096, "response_length": 2048}
+    rows, _ = play(with_tools, [deep, "12"], options={"tools": ["test_multi_turn_add"]}, **sizes)
+    assert fields(rows, "stop_reason") == ["solved"] * 2 and rows[-1].reward_score == 1.0
+    assert rows[-1].extra_fields["reward_extra_info"]["failure_tool_error"] == 1.0
+
+
+def test_an_answer_of_which_no_prompt_can_be_made_is_a_failed_sample(
+    with_tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content | int / 0 }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(with_tools, "chat_template", picky + TEMPLATE)
+    asked = called(a=3, b=9).replace("add", "test_multi_turn_add")
+    rows, _ = play(with_tools, ["11", asked, "12"], options={"tools": ["test_multi_turn_add"]}, **TOOLS)
+    assert fields(rows, "stop_reason") == ["prompt_error"] * 2 and fields(rows, "failure") == ["", "prompt_error"]
+    assert rows[-1].extra_fields["stop_detail"].startswith("ZeroDivisionError")
+    assert [row.reward_score for row in rows] == [0.0] * 2 and set(rows[-1].response_mask) == {1}
+
+
+def test_a_chat_template_that_refuses_everything_is_a_mistake(with_tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_turn, "_fates", Fates("test", logging.getLogger("test")))
+    monkeypatch.setattr(with_tools, "chat_template", "{% if messages | length > 1 %}{{ 1 / 0 }}{% endif %}" + TEMPLATE)
+    for _ in range(HOPELESS - 1):
+        play(with_tools, ["1"], **TOOLS)
+    with pytest.raises(RuntimeError, match="could be made in the first 20 trajectories .* last: ZeroDivisionError"):
+        play(with_tools, ["1"], **TOOLS)
 
 
 def test_servers_are_asked_before_a_run() -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, 
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
+from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.rows import HOPELESS
 
 pytestmark = pytest.mark.usefixtures("fresh_fates")
@@ -497,6 +499,19 @@ def test_a_trajectory_without_any_call_is_one_row_outside_the_batch(play: Any) -
 def test_calls_still_under_way_make_no_row(play: Any) -> None:
     rows, server = play("test_faulty", stuck, keys={"options": {"how": "orphan"}})
     assert len(server.prompts) == 2 and fields(rows, "agent_id") == ["left"]
+
+
+@orchestra("test_adds_to_the_task")
+async def adds_to_the_task(task, asker, teller):
+    task.messages.append({"role": "user", "content": f"<|im_end|> {(await asker(task.messages)).text}"})
+    task.messages[0]["content"] += "<|im_end|>"
+    return (await teller(task.messages)).text
+
+
+def test_what_an_orchestra_adds_to_the_messages_of_the_data_is_text(play: Any) -> None:
+    rows, server = play("test_adds_to_the_task", PAIR)
+    assert f"user\n{QUESTION}< |im_end|>" in server.prompts[1] and "user\n< |im_end|> how much?" in server.prompts[1]
+    assert info(rows)["control_tokens_split"] == 2.0
 
 
 def test_an_engine_that_fails_is_raised(play: Any) -> None:
@@ -977,6 +992,27 @@ def test_what_a_function_returns_is_read_as_verl_reads_it(
     assert info(rows)["failure_tool_error"] == failures
 
 
+def test_the_end_of_a_turn_is_no_part_of_what_a_tool_call_said(
+    play: Any, added: BaseTool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    message = PlainText.message
+
+    def noted(self: PlainText, one: Any) -> Any:
+        seen.append(dict(one))
+        return message(self, one)
+
+    monkeypatch.setattr(PlainText, "message", noted)
+    rows, _ = uses(play, added)
+    said = [one["content"] for one in seen if one["role"] == "assistant"]
+    assert said == [""] and info(rows)["control_tokens_split"] == 0.0
+
+
+def test_a_tool_that_is_a_function_has_threads_of_its_own(play: Any, added: BaseTool) -> None:
+    tool = FunctionTool("test_add", lambda a, b: threading.current_thread().name, added.tool_schema)
+    assert uses(play, tool)[1].startswith("verl_ext-tools")
+
+
 @pytest.mark.parametrize(
     ("side", "text"),
     [
@@ -990,6 +1026,38 @@ def test_a_long_answer_of_a_tool_is_cut_as_verl_cuts_it(
 ) -> None:
     tool = FunctionTool("test_add", lambda a, b: "abcdefgh", added.tool_schema)
     assert uses(play, tool, multi_turn={"max_tool_response_length": 4, **side})[1] == text
+
+
+def test_a_tool_call_of_many_levels_is_text_and_loses_no_rollout(play: Any, added: BaseTool) -> None:
+    """The model reads the tool's error and goes on."""
+    deep = f'<tool_call>{{"name": "test_add", "arguments": {"[" * 600}{"]" * 600}}}</tool_call>'
+    rows, server = play(
+        "test_tools",
+        lambda prompt: "12" if "<|im_start|>tool" in prompt else deep,
+        tools=[added],
+        rollout={"multi_turn": {"format": "hermes"}},
+        prompt_length=4096,
+        response_length=2048,
+    )
+    assert "tool\nError: " in server.prompts[1] and info(rows)["failure_tool_error"] == 1.0
+    assert [row.reward_score for row in rows] == [1.0, 1.0]
+
+
+def test_a_prompt_that_the_chat_template_refuses_ends_its_own_trajectory(
+    play: Any, added: BaseTool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}"
+    monkeypatch.setattr(tokenizer, "chat_template", picky + "{% endfor %}{% endfor %}" + tokenizer.chat_template)
+    rows, _ = play(
+        "test_tools",
+        lambda prompt: '<tool_call>{"name": "test_add", "arguments": [5, 7]}</tool_call>',
+        tools=[added],
+        rollout={"multi_turn": {"format": "hermes"}},
+        response_length=128,
+    )
+    (row,) = rows
+    assert row.extra_fields["failure"] == "error" and row.reward_score == 0.0 and set(row.response_mask) == {1}
+    assert row.extra_fields["failure_detail"].startswith("no prompt can be made for agent calculator: ")
 
 
 class Seeing(Counting):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -405,3 +406,6 @@ def test_an_answer_on_which_a_parser_raises_has_no_tool_call() -> None:
     assert asyncio.run(read_calls(Raises(), [1, 2], [])) == ("", [])
     long = '{"a": ' + "1" * 5000 + "}"  # an integer of more digits than Python reads
     assert arguments_of(long) == long and arguments_of('{"a": 1}') == {"a": 1} and arguments_of("{") == "{"
+    deep = {levels: '{"a": ' * (levels - 1) + "[]" + "}" * (levels - 1) for levels in (64, 65, 200_000)}
+    assert arguments_of(deep[64]) == json.loads(deep[64])
+    assert all(arguments_of(deep[levels]) == deep[levels] for levels in (65, 200_000))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from loops import make_loop
 from omegaconf import OmegaConf
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.demo.model import train_tokenizer
@@ -20,7 +23,9 @@ from verl_ext.rewards.caged import load_dataset
 from verl_ext.rollout import step_wise
 from verl_ext.rollout import threads as module
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
+from verl_ext.rollout.rows import ModelCall
 from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
+from verl_ext.rollout.tools import Tools, ToolSettings
 
 
 @pytest.mark.seconds
@@ -106,6 +111,42 @@ def test_a_loop_leaves_the_event_loops_threads_alone() -> None:
         return await make_loop(step_wise.AGENT_NAME, config, Server(), tokenizer).run({}, **row)
 
     assert len(asyncio.run(run())) == 3
+
+
+def test_a_tool_that_hangs_keeps_no_thread_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has one here, in which verl's parser decodes. With too many that hang no other is begun."""
+    monkeypatch.setattr(module, "MOST_LOST", 2)
+    gate, seen, failed = threading.Event(), contextvars.ContextVar("seen", default=0), []
+
+    def wait() -> str:
+        return "the caller's" if gate.wait(60) and seen.get() else "none"
+
+    parameters = {"type": "object", "properties": {}, "required": []}
+    function = {"name": "wait", "description": "Wait.", "parameters": parameters}
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    tokenizer, given = train_tokenizer(["wait"] * 64), [FunctionTool("wait", wait, schema)]
+    settings = ToolSettings(tool_timeout_s=0.2)
+    tools = Tools({}, given, tokenizer, settings, "here", lambda: failed.append(1), Threads("tools", 1))
+    row = ModelCall([1], tokenizer.encode('<tool_call>{"name": "wait", "arguments": {}}</tool_call>'), None)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        for _ in range(2):
+            said = await asyncio.wait_for(tools.use("agent", ["wait"], row, []), 30)
+            assert said[1]["content"].startswith("Error: TimeoutError")
+        with pytest.raises(HeldThreads, match="2 threads for tools are held"):
+            await tools.use("agent", ["wait"], row, [])
+        gate.set()
+        while tools.threads.lost:
+            await asyncio.sleep(0.01)
+        seen.set(1)  # as with verl's call, a function has the context of its caller
+        assert (await tools.use("agent", ["wait"], row, []))[1]["content"] == "the caller's"
+
+    try:
+        asyncio.run(run())
+    finally:
+        gate.set()
+    assert failed == [1, 1]
 
 
 def test_so_does_a_verdict() -> None:

@@ -17,6 +17,7 @@ comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -33,7 +34,7 @@ from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout import rows
 from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
-from verl_ext.rollout.threads import threads
+from verl_ext.rollout.threads import HeldThreads, threads
 from verl_ext.rollout.tools import Tools, ToolSettings
 from verl_ext.rollout.turns import in_turn
 
@@ -46,7 +47,10 @@ STOP_SOLVED = "solved"
 STOP_MAX_TURNS = "max_turns"
 STOP_OVERLONG = "overlong_prompt"
 STOP_EMPTY = "empty_response"
-FAILURES = (STOP_EMPTY,)
+STOP_PROMPT = "prompt_error"
+FAILURES = (STOP_EMPTY, STOP_PROMPT)
+
+_fates = rows.Fates("the multi-turn loop", logging.getLogger(__name__))
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
 
     Over-long prompts: a first prompt longer than ``rollout.prompt_length`` is an error (set
     ``data.filter_overlong_prompts=True``, or raise ``data.max_prompt_length``); nothing is cut silently. A later one
-    ends the trajectory with what it has, ``stop_reason="overlong_prompt"``.
+    ends the trajectory with what it has, ``stop_reason="overlong_prompt"``; so does an answer of which no prompt can be
+    made, since the chat template or verl's builder raises on it, by ``stop_reason="prompt_error"``.
     A verifier that is broken, whatever the answer, ends its trajectory: the loop raises, and the rollout is missing.
     """
 
@@ -154,7 +159,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         self.tools_failed = 0
         if getattr(self.options, "tools", ()):
             verls, given = self.rollout_config.get("multi_turn") or {}, kwargs.get("tools")
-            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed)
+            own = threads(self.config, "tools")
+            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed, own)
         self.prompt_length = int(self.rollout_config.prompt_length)
         self.plain = PlainText(self.tokenizer)
 
@@ -198,7 +204,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         Raises:
             ValueError: the first prompt is too long, the row carries no task, or the verifier gave no score.
             JudgeError: the verifier is broken, whatever the answer.
-            RuntimeError: the engine returned no token for the first turn.
+            HeldThreads: too many calls of tools hang for another to begin.
+            RuntimeError: the engine returned no token for the first turn; or see `rows.HOPELESS`.
         """
         messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]
         task = self.task(kwargs)
@@ -252,20 +259,26 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                     break
                 more = [{"role": "assistant", "content": text}, {"role": "user", "content": turn.verdict.feedback}]
 
-            said.append([self.plain.message(message) for message in more])
             kept = self.kept(turns)
-            if kept is None:
-                updated = messages + said[-1]
-                prompt_ids = await threads(self.config, "tokenising").run(
-                    self._continue_prompt,
-                    updated[: len(messages) + 1],
-                    updated,
-                    call.prompt_ids + call.response_ids,
-                    schemas,
-                )
-            else:
-                updated = question + [message for number in kept for message in said[number]]
-                prompt_ids = await rows.encode(self, updated)
+            try:
+                said.append([self.plain.message(message) for message in more])
+                if kept is None:
+                    updated = messages + said[-1]
+                    prompt_ids = await threads(self.config, "tokenising").run(
+                        self._continue_prompt,
+                        updated[: len(messages) + 1],
+                        updated,
+                        call.prompt_ids + call.response_ids,
+                        schemas,
+                    )
+                else:
+                    updated = question + [message for number in kept for message in said[number]]
+                    prompt_ids = await rows.encode(self, updated)
+            except HeldThreads:
+                raise
+            except Exception as error:  # such as a chat template that can't take what the model gave a tool
+                stop_reason, stop_detail = STOP_PROMPT, f"{type(error).__name__}: {error}"
+                break
             if len(prompt_ids) > self.prompt_length:
                 stop_reason = STOP_OVERLONG
                 stop_detail = f"{len(prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"
@@ -295,6 +308,13 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         return end
 
     def _rows(self, turns: list[_Turn], stop_reason: str, stop_detail: str) -> list[AgentLoopOutput]:
+        failure = stop_reason if stop_reason in FAILURES else ""
+        # An empty answer is the model's own; of many prompts that can't be made another is the cause.
+        if _fates.note(failure if failure == STOP_PROMPT else "", stop_detail):
+            raise RuntimeError(
+                f"no prompt of a further turn could be made in the first {_fates.failures.total()} trajectories of this "
+                f"process, last: {stop_detail}. Mend the chat template, the tools or {OPTIONS_KEY}.*"
+            )
         verdicts = [turn.verdict for turn in turns]
         rewards = turn_rewards(verdicts, self.options.turn_reward)
         answers = [verdict for verdict in verdicts if verdict is not None]  # the other turns call tools
@@ -330,7 +350,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             outcome=last if self.options.turn_reward == "score" else sum(rewards),
             info=info,
             common={"stop_reason": stop_reason, "stop_detail": stop_detail},
-            failure=stop_reason if stop_reason in FAILURES else "",
+            failure=failure,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for what an agent loop must not do in its event loop: tokenising, decoding, judging.
+"""Threads for what an agent loop must not do in its event loop: tokenising, decoding, judging, tools.
 
 Each kind of work has threads of its own, as many as ``verl_ext.threads.<kind>`` says, so that a thousand slow
 judgements leave prompts to be tokenised, and neither takes the event loop's default threads from anyone else. Work
@@ -41,12 +41,14 @@ class ThreadOptions:
         tokenising: for prompts.
         decoding: for answers.
         judging: for verifiers and reward functions that are ordinary functions.
+        tools: for tools that are ordinary functions.
         agents: for agents of the gateway that are functions: so many play at the same time.
     """
 
     tokenising: AtLeastOne = 4
     decoding: AtLeastOne = 2
     judging: AtLeastOne = 16
+    tools: AtLeastOne = 32
     agents: AtLeastOne = 1024
 
 

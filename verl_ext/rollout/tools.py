@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import json
 import logging
@@ -19,8 +20,12 @@ from verl_ext.integration.options import OptionError
 from verl_ext.methods.options import Count, Positive
 from verl_ext.rollout import mcp_tools
 from verl_ext.rollout.rows import ModelCall
+from verl_ext.rollout.threads import HeldThreads, Threads
 
 logger = logging.getLogger(__name__)
+
+DEEPEST = 64
+"""Levels of lists and objects that a tool call's arguments may have: what makes prompts of them recurses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Tools:
         settings: of the agent loop.
         where: the key at which these stand, for messages.
         failed: called for a tool that failed.
+        threads: for tools that are ordinary functions.
 
     Raises:
         OptionError: an MCP server cannot be reached, see `mcp_tools.tools`.
@@ -62,7 +68,9 @@ class Tools:
         settings: ToolSettings,
         where: str,
         failed: Callable[[], None],
+        threads: Threads,
     ) -> None:
+        self.threads = threads
         self.options, self.tokenizer, self.where, self.failed = options, tokenizer, where, failed
         self.timeout_s = settings.tool_timeout_s
         verls = getattr(given, "tools", given) or []
@@ -109,6 +117,9 @@ class Tools:
 
         Returns:
             The model's message and the tools'; [] without any call.
+
+        Raises:
+            HeldThreads: too many calls hang for another to begin.
         """
         tools = {name: self._tool(who, name) for name in names}
         parser = linear_parser(self.options.get("format") or "hermes", self.tokenizer)
@@ -161,12 +172,12 @@ class Tools:
     async def _call(self, tools: Mapping[str, Any], name: str, arguments: str, data: Any) -> str:
         from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 
-        async def use() -> str:
+        def run(tool: Any, given: Any) -> str:
             with contained(f"tool {name}"):
-                if name not in tools:
-                    raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
-                given = json.loads(arguments)
-                tool = tools[name]
+                return _text(normalize_function_tool_return(tool.fn(**given))[0])
+
+        async def use(tool: Any, given: Any) -> str:
+            with contained(f"tool {name}"):
                 if isinstance(tool, FunctionTool):
                     return _text(normalize_function_tool_return(await tool.call(given))[0])
                 of_row = self.tools_kwargs.get(name) or {}
@@ -177,7 +188,17 @@ class Tools:
                     await tool.release(instance)
 
         try:
-            return await asyncio.wait_for(use(), timeout=self.timeout_s)
+            if name not in tools:
+                raise ValueError(f"there is no tool {name!r}; there are: {', '.join(tools)}")
+            tool, given = tools[name], json.loads(arguments)
+            if isinstance(tool, FunctionTool) and not tool.is_async:
+                # Not verl's call: that takes a thread of the event loop, in which verl's parsers decode, and keeps it
+                # if the function hangs. As with verl's, the function sees the context of its caller.
+                context = contextvars.copy_context()
+                return await self.threads.run(context.run, run, tool, given, timeout_s=self.timeout_s)
+            return await asyncio.wait_for(use(tool, given), timeout=self.timeout_s)
+        except HeldThreads:
+            raise
         except Exception as error:
             self.failed()
             logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
@@ -213,19 +234,28 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
 
 
 async def read_calls(parser: Any, ids: Sequence[int], schemas: Sequence[Any]) -> tuple[str, list[Any]]:
-    """An answer's text without its tool calls, and these. One on which verl's parser raises has none: what a model
-    writes must not end its rollout as if the engine had failed."""
+    """An answer's text without its tool calls and special tokens, and the calls. One on which verl's parser raises has
+    none: what a model writes must not end its rollout as if the engine had failed."""
     try:
         content, calls = await parser.extract_tool_calls(list(ids), list(schemas))
-        return content or "", calls
+        content = content or ""
+        for token in parser.tokenizer.all_special_tokens:  # some parsers decode the turn's end with the text
+            content = content.replace(token, "")
+        return content, calls
     except Exception as error:
         logger.warning("no tool call can be read in an answer: %s: %s", type(error).__name__, error)
         return "", []
 
 
 def arguments_of(text: str) -> Any:
-    """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON."""
+    """The arguments of a tool call as an object, which chat templates expect; as they came if they are no JSON, or of
+    more than `DEEPEST` levels."""
     try:
-        return json.loads(text)
+        made = json.loads(text)
     except (ValueError, TypeError, RecursionError):  # no JSON, or an integer of more digits than Python reads
         return text
+    level = [made]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [value for values in inner for value in values]
+    return text if any(isinstance(one, dict | list) for one in level) else made

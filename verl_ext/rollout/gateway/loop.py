@@ -207,12 +207,11 @@ class GatewayLoop(OrchestraLoop):
         content, found = await read_calls(parser, ids, _for_parser(asked.tools))
         if not found:
             return text, []
-        for token in tokenizer.all_special_tokens:
-            content = content.replace(token, "")
         functions = [
-            {"name": call.name, "arguments": call.arguments} for call in found[: 1 if asked.one_tool else None]
+            {"name": _sendable(call.name), "arguments": _sendable(call.arguments)}
+            for call in found[: 1 if asked.one_tool else None]
         ]
-        return content, [
+        return content[: _first(asked.stop, content)], [
             {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function} for function in functions
         ]
 
@@ -279,6 +278,11 @@ class GatewayLoop(OrchestraLoop):
 def _first(stops: Sequence[str], text: str) -> int | None:
     """Where the first stop text begins."""
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def _sendable(text: str) -> str:
+    """A lone surrogate, which JSON can spell and UTF-8 can't, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _asked(agent: Agent) -> Asked:

@@ -87,6 +87,8 @@ class GatewaySettings(Limits):
             raise ValueError("cage=required is for a command; a function runs in the worker. Give it as a command.")
         if self.readable and self.cage == "none":
             raise ValueError("readable is for a command in a cage; set cage=required, or leave it out.")
+        if self.memory_mb != type(self).memory_mb and self.cage == "none":
+            raise ValueError("memory_mb is for a command in a cage; set cage=required, or leave it out.")
         for path in self.readable:
             if not Path(path).exists():
                 raise ValueError(f"readable names {path}, which is not there.")

@@ -37,6 +37,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.integration import endpoints
+from verl_ext.integration.options import OptionError
 from verl_ext.integration.verl_api import loop_arguments
 from verl_ext.rollout import rows
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
@@ -86,9 +87,9 @@ class OrchestraLoop(AgentLoopBase):
         self.voices = voices(self)
         self.endpoints = endpoints.of(self.config)
         options = self.rollout_config.get("multi_turn") or {}
-        given = kwargs.get("tools")
+        given, own = kwargs.get("tools"), threads(self.config, "tools")
         self.tools = {
-            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed)
+            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed, own)
             for name, voice in self.voices.items()
         }
         self._sampling: dict[str, Any] = {}
@@ -135,7 +136,7 @@ class OrchestraLoop(AgentLoopBase):
             data_source=str(kwargs.get("data_source") or ""),
             extra_info=dict(kwargs.get("extra_info") or {}),
         )
-        self._data = task.messages
+        self._data = [dict(message) for message in task.messages]  # an orchestra may add to the task's
         self._sampling, self._priority = dict(sampling_params), int(priority)
         self._request = rows.request_name(self, self._priority, kwargs.get("session_id", 0))
         session: dict[str, Any] = {}
@@ -200,7 +201,13 @@ class OrchestraLoop(AgentLoopBase):
         """See `core.Engine`. Raises EndpointRefused: a model that somebody else serves will not serve this run."""
         if agent.model in self.endpoints:
             return await self._outside(agent, messages)
-        prompt_ids, cut, split = await threads(self.config, "tokenising").run(self._prompt, agent, messages)
+        try:
+            prompt_ids, cut, split = await threads(self.config, "tokenising").run(self._prompt, agent, messages)
+        except (OrchestraFailure, HeldThreads, OptionError):
+            raise
+        except Exception as error:  # such as a chat template that can't take what a model gave a tool
+            detail = f"no prompt can be made for agent {agent.name}: {type(error).__name__}: {error}"
+            raise OrchestraFailure(agents.ERROR, detail) from error
         self._split += split
         voice = self.voices[agent.model]
         limit = min(voice.response_length, agent.max_tokens or voice.response_length)

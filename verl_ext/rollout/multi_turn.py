@@ -312,8 +312,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         # An empty answer is the model's own; of many prompts that can't be made another is the cause.
         if _fates.note(failure if failure == STOP_PROMPT else "", stop_detail):
             raise RuntimeError(
-                f"no prompt of a further turn could be made in the first {_fates.failures.total()} trajectories of this "
-                f"process, last: {stop_detail}. Mend the chat template, the tools or {OPTIONS_KEY}.*"
+                f"no prompt of a further turn could be made in the first {_fates.failures.total()} trajectories of "
+                f"this process, last: {stop_detail}. Mend the chat template, the tools or {OPTIONS_KEY}.*"
             )
         verdicts = [turn.verdict for turn in turns]
         rewards = turn_rewards(verdicts, self.options.turn_reward)

@@ -120,3 +120,12 @@ def test_an_answer_that_brings_about_a_score_out_of_range_is_wrong() -> None:
 def test_scores_out_of_range_are_refused(score: Any) -> None:
     with pytest.raises(ValueError, match="expected a number in"):
         task()._verdict("12", Judgement(score))
+
+
+@pytest.mark.parametrize("answer", ["nan", "NaN", "-nanj", "nan + nani", "(nan)"])
+def test_what_is_no_number_is_near_to_none(answer: str) -> None:
+    """complex_arithmetic takes exp(-distance), at most 1, and of min(1, NaN) Python makes 1."""
+    config = '{"seed": 1, "size": 1}'
+    entry = load_dataset("complex_arithmetic", config)[0]
+    made = ReasoningGymTask("complex_arithmetic", config, entry)
+    assert made.judge(answer).score == 0.0 and made.judge(entry["answer"]).solved

@@ -263,6 +263,10 @@ _DECIMALS = {"utils", "compute_decimal_reward"}
 """``return utils.compute_decimal_reward(answer, oracle_answer=entry["answer"], strip_commas=True)``"""
 
 
+_NAN = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
+"""Not a number, also as a factor of i or j."""
+
+
 def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any]) -> float:
     """The score that a reasoning-gym dataset's own verifier gives to an answer.
 
@@ -277,6 +281,8 @@ def reasoning_gym(name: str, config_json: str, answer: str, entry: dict[str, Any
     """
     dataset = load_dataset(name, config_json)
     only_expressions(*(cls.__module__ for cls in type(dataset).__mro__ if cls.__module__.startswith("reasoning_gym.")))
+    if _NAN.search(answer) and not _NAN.search(str(entry["answer"])):
+        return 0.0  # no distance from it is large, and complex_arithmetic takes it for none
     score = float(dataset.score_answer(answer, entry))
     if not 0.0 <= score <= 1.0:  # also NaN
         raise ValueError(f"the verifier of {name} gave the score {score}; expected one in [0, 1]")

@@ -80,6 +80,22 @@ class TestConfiguration:
         settings.complete(made)
         assert made.ray_kwargs.ray_init.num_gpus == 3, "one of the run's and two of the model's own"
 
+    @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+    def test_the_servers_of_a_pool_are_told_its_gpus_of_a_node(self, mode: str) -> None:
+        """They were told the run's 6: verl's replica of 8 stopped when the weights of both models were loaded."""
+        pool = "+verl_ext.models.small={pool: {n_gpus_per_node: 8}, rollout: {tensor_model_parallel_size: 8}}"
+        servers = ("actor_rollout_ref.rollout.nnodes=1",) if mode == "separate_async" else ()
+        given = ["trainer.n_gpus_per_node=6", *servers, f"trainer.v1.trainer_mode={mode}", pool, TWO[1]]
+        made = config(*given)
+        (small,) = model_options.of(made)
+        told = small.config(made).actor_rollout_ref.rollout.n_gpus_per_node
+        assert told == (6 if mode == "separate_async" else 8) and made.actor_rollout_ref.rollout.n_gpus_per_node == 6
+        if mode != "separate_async":
+            checks.check(made)
+        more = config(*given, "+verl_ext.models.small.rollout.n_gpus_per_node=4")
+        (small,) = model_options.of(more)
+        assert small.config(more).actor_rollout_ref.rollout.n_gpus_per_node == 4, "what the model says itself"
+
     @pytest.mark.seconds
     def test_rollout_servers_apart_from_training_are_counted_for_each_model(self) -> None:
         made = compose(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import verl
 import verl.trainer.ppo.v1 as v1
+from hydra import compose
 from omegaconf import OmegaConf
 from ports import free_port
 from transfer_queue import KVBatchMeta
@@ -214,6 +215,29 @@ def older_gspo(log_prob: Any, loss_agg_mode: str = "token-mean", config: Any = N
     from verl.trainer.ppo.core_algos import agg_loss
 
     return agg_loss(loss_mat=log_prob, loss_mask=log_prob, loss_agg_mode="seq-mean-token-mean", batch_num_tokens=1)
+
+
+@pytest.mark.usefixtures("verl_configuration")
+def test_actor_and_critic_have_the_same_ranks() -> None:
+    """Rows were a multiple of the actor's; of two mini-batches of one row the critic's two ranks got none."""
+    run = ("+recipe=grpo", "algorithm.adv_estimator=gae", "verl_ext.updates_per_batch=2")
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    for passing in (
+        [],
+        [ulysses, "critic.fsdp.ulysses_sequence_parallel_size=2"],
+        [ulysses, "critic.enable=false", "algorithm.adv_estimator=grpo"],
+    ):
+        updates.check(compose("ppo_trainer", overrides=[*run, *passing]))
+    for refused, found in (
+        ([ulysses], "2 GPUs share a row, and in the critic 1 do"),
+        ([ulysses, "critic.ulysses_sequence_parallel_size=2"], "and in the critic 1 do"),  # verl reads no such key
+        (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "2 GPUs share a row"),
+    ):
+        with pytest.raises(OptionError, match=f"{found}.*Set critic.fsdp.ulysses_sequence_parallel_size=2, or verl_ext"):
+            updates.check(compose("ppo_trainer", overrides=[*run, *refused]))
+    megatron = ["model_engine=megatron", "critic.megatron.tensor_model_parallel_size=2"]
+    with pytest.raises(OptionError, match=r"in the critic 2 do .*Set the parallel sizes in critic\.megatron to those of"):
+        updates.check(compose("ppo_trainer", overrides=[*run, *megatron]))
 
 
 def test_a_verl_whose_gspo_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from typing import Any
 
 from verl_ext.integration import model_options
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
-from verl_ext.integration.options import OptionError, option, select, updated
+from verl_ext.integration.options import OptionError, has_critic, option, select, updated
 from verl_ext.integration.parts.base import Part
 from verl_ext.methods.options import AtLeastOne
 
@@ -56,6 +56,17 @@ LOCAL_MEAN_LOSSES = ("geo_mean",)
 """verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
 FIXED_MODE = re.compile(r"""loss_agg_mode\s*=\s*["']([\w-]+)["']\s*[,)]""")
 """In the source of a loss: it hands `agg_loss` a mode of its own, whatever ``loss_agg_mode`` says."""
+
+PARALLEL = (
+    "ulysses_sequence_parallel_size",
+    "ulysses_parallel_size",
+    "tensor_model_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+)
+"""Keys of verl's engines for how many GPUs have a part of each row; the others are data-parallel ranks."""
 
 
 class Updates(Part):
@@ -144,7 +155,8 @@ def updates_per_batch(config: Any) -> int | None:
 
 def check(config: Any) -> list[str]:
     """Check what ``verl_ext.updates_per_batch`` needs. Returns warnings. Raises OptionError: a bad value, more updates
-    than a batch has samples, shuffled rows, or a loss whose scale cannot be kept independent of the number of rows."""
+    than a batch has samples, shuffled rows, a critic on another number of data-parallel ranks, or a loss whose scale
+    cannot be kept independent of the number of rows."""
     updates = updates_per_batch(config)
     if updates is None:
         return []
@@ -170,6 +182,8 @@ def check(config: Any) -> list[str]:
             f"this verl, but actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}, whose divisor it would get. "
             f"Set actor_rollout_ref.actor.loss_agg_mode={fixed}."
         )
+    if has_critic(config):
+        _require_same_ranks(config, updates)
     sections = updated(config)
     for name, section in sections.items():
         if section.get("shuffle", False):
@@ -191,6 +205,30 @@ def check(config: Any) -> list[str]:
         for name, section in sections.items()
         if section.loss_agg_mode == "token-sum"
     ]
+
+
+def _require_same_ranks(config: Any, updates: int) -> None:
+    """Refuse an actor and a critic with different numbers of data-parallel ranks: rows are dealt to the actor's, and
+    verl's critic would cut other mini-batches, or none. Raises OptionError: names the sizes."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    old = int(select(actor, PARALLEL[0], 1))  # verl puts it over the one in fsdp_config; the critic's it does not read
+    of_actor, of_critic = old if old > 1 else _gpus_a_row(actor, "fsdp_config"), _gpus_a_row(critic, "fsdp")
+    if of_actor != of_critic:
+        remedy = f"critic.fsdp.{PARALLEL[0]}={of_actor}"
+        if str(critic.strategy) not in ("fsdp", "fsdp2"):
+            remedy = f"the parallel sizes in critic.{critic.strategy} to those of the actor"
+        raise OptionError(
+            f"{KEY}={updates} deals rows to the data-parallel ranks of the actor, where {of_actor} GPUs share a row, and "
+            f"in the critic {of_critic} do (sequence, tensor, pipeline and context parallel sizes), so that it has "
+            f"another number of ranks. Set {remedy}, or {KEY}=null."
+        )
+
+
+def _gpus_a_row(section: Any, fsdp: str) -> int:
+    """How many GPUs have a part of each row in the engine of an actor or critic, whose FSDP node is `fsdp`."""
+    strategy = str(select(section, "strategy", "fsdp"))
+    engine = select(section, fsdp if strategy in ("fsdp", "fsdp2") else strategy)
+    return math.prod(_size(engine, key) for key in PARALLEL)
 
 
 def fixed_mode(loss: str) -> str | None:

@@ -29,6 +29,7 @@ from verl_ext.integration.columns import BatchError
 from verl_ext.integration.models import command, lead, members, separate
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts.columns import engine_columns
 from verl_ext.platform import settings
 
 RUN = (
@@ -369,6 +370,15 @@ class TestConfiguration:
         own = small.config(made).actor_rollout_ref.actor.policy_loss
         assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
         assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
+
+    @pytest.mark.parametrize(
+        "without", ["model.use_fused_kernels=true", "actor.strategy=torchtitan", "trained=false"]
+    )
+    def test_a_record_has_no_column_that_one_model_lacks(self, without: str) -> None:
+        """The rows of the others had it and the first advantage stopped the run for want of it."""
+        record = "verl_ext.record_dir=records"
+        assert "sum_pi_squared" in engine_columns(config(*TWO, record))
+        assert engine_columns(config(TWO[1], record, f"+verl_ext.models.small.{without}")) == set()
 
     def test_verl_may_decode_the_rows_of_models_with_one_tokenizer(self) -> None:
         given = [*TWO, "+verl_ext.models.small.model.path=/models/small", "trainer.validation_data_dir=y"]

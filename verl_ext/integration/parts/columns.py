@@ -88,11 +88,13 @@ def engine_columns(config: Any) -> set[str]:
 
 
 def _recorded(config: Any) -> bool:
-    """Whether a record (`verl_ext.integration.parts.record`) gets sum_pi_squared: where the engine can compute it."""
+    """Whether a record (`verl_ext.integration.parts.record`) gets sum_pi_squared: where the engines of all models can
+    compute it."""
     if not select(config.get("verl_ext"), "record_dir"):
         return False
     try:
-        check_sum_pi_squared(config)
+        for one in (config, *(model.config(config) for model in model_options.of(config))):
+            check_sum_pi_squared(one)
     except OptionError:
         return False
     return True

@@ -235,6 +235,18 @@ class TestConfiguration:
                 ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
                 r"dvp needs the safe set of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
             ),
+            (
+                ["actor_rollout_ref.actor.checkpoint.async_save=true"],
+                r"^actor_rollout_ref\.actor\.checkpoint\.async_save=true with verl_ext\.models: .*Set it to false",
+            ),
+            (
+                ["+verl_ext.models.small.actor.checkpoint.async_save=true"],
+                r"^verl_ext\.models\.small\.actor\.checkpoint\.async_save=true with",
+            ),
+            (
+                ["critic.enable=true", "critic.checkpoint.async_save=true"],
+                r"^critic\.checkpoint\.async_save=true with verl_ext\.models",
+            ),
             (["verl_ext.loss_scale=each"], r"loss_scale is 'each'; choose own or joint"),
             (["verl_ext.loss_scale=joint"], r"loss_agg_mode=token-mean.*loss_agg_mode=token-sum"),
             (["+verl_ext.models.other.trained=true"], r"models\.other: no agent of the orchestra solver_verifier asks"),

@@ -221,11 +221,19 @@ SMALL = "+verl_ext.models.small.actor.policy_loss"
 @pytest.mark.parametrize(
     ("run", "own", "message"),
     [
-        ([], ["kl_direction=forward"], r"small\.actor\.policy_loss\.kl_direction is forward and .*direction is reverse"),
+        (
+            [],
+            ["kl_direction=forward"],
+            r"small\.actor\.policy_loss\.kl_direction is forward and .* is reverse",
+        ),
         ([f"{LOSS}.teacher_topk=16"], ["teacher_topk=8"], r"small\.actor\.policy_loss\.teacher_topk is 8 and .* is 16"),
         ([f"{LOSS}.teacher_topk=16"], ["teacher_topk=null"], r"teacher_topk is null and .*teacher_topk is 16"),
         ([], ["loss_mode=vanilla"], r"small\.actor\.policy_loss\.loss_mode is vanilla and .*mode is hybrid_imitation"),
-        (["verl_ext.losses.hybrid_imitation=false", f"{LOSS}.loss_mode=vanilla"], ["loss_mode=hybrid_imitation"], r"mode is hybrid_imitation and .* is vanilla"),
+        (
+            ["verl_ext.losses.hybrid_imitation=false", f"{LOSS}.loss_mode=vanilla"],
+            ["loss_mode=hybrid_imitation"],
+            r"mode is hybrid_imitation and .* is vanilla",
+        ),
     ],
 )
 def test_models_that_imitate_in_other_ways_are_refused(run: list[str], own: list[str], message: str) -> None:

@@ -41,8 +41,9 @@ def _check_async_save(config: Any) -> None:
         asked += [key] * bool(select(node.get("checkpoint"), "async_save", False))
         if asked:
             raise OptionError(
-                f"{' and '.join(asked)}=true with {model_options.KEY}: verl would note the last checkpoint in a folder of "
-                "the models, where no run looks for it, and trainer.resume_mode=auto would start anew. Set it to false."
+                f"{' and '.join(asked)}=true with {model_options.KEY}: verl would note the last checkpoint in a folder "
+                "of the models, where no run looks for it, and trainer.resume_mode=auto would start anew. Set it to "
+                "false."
             )
 
 

@@ -699,12 +699,18 @@ def test_with_servers_apart_each_model_keeps_weights_and_lends_servers_as_the_ru
         pass
 
     run = Separate("policy")
+    run.config = OmegaConf.create({"algorithm": {}})
     small, seldom, frozen = SeparateMember("small"), SeparateMember("seldom"), SeparateMember("frozen", trained=False)
     run._members = {"small": small, "seldom": seldom, "frozen": frozen}
-    for run.local_trigger_step, models in enumerate((["small", "small"], ["policy", "seldom"])):
+    steps = (["small", "small"], ["policy", "seldom"])
+    for run.local_trigger_step, models in enumerate(steps):
         run._compute_old_log_prob(run._balance_batch(put(store, models, [[1], [1]]), {}), {})
     assert run.said == seldom.said == [("keep", 0), ("score", 1)], "not those of an earlier synchronisation"
     assert small.said == [("score", 0)] and frozen.said == []
+    run.config = OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}})
+    for run.local_trigger_step, models in enumerate(steps):
+        run._compute_old_log_prob(run._balance_batch(put(store, models, [[1], [1]]), {}), {})
+    assert run.said[2:] == seldom.said[2:] == [("score", 1)], "without scores of the trainer no weights are kept"
     run.add_replicas_to_balancer()
     run.remove_replicas_from_balancer()
     assert run.clear_sticky_cache() == {"of": "policy"}

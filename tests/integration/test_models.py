@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -25,11 +26,12 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_ext import cli
 from verl_ext.integration import checks, model_options
-from verl_ext.integration.columns import BatchError
+from verl_ext.integration.columns import BatchError, has_token, is_trained
 from verl_ext.integration.models import command, lead, members, separate
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.columns import engine_columns
+from verl_ext.integration.parts import reduction
+from verl_ext.integration.parts.columns import Columns, engine_columns
 from verl_ext.platform import settings
 
 RUN = (
@@ -383,9 +385,7 @@ class TestConfiguration:
         assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
         assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
 
-    @pytest.mark.parametrize(
-        "without", ["model.use_fused_kernels=true", "actor.strategy=torchtitan", "trained=false"]
-    )
+    @pytest.mark.parametrize("without", ["model.use_fused_kernels=true", "actor.strategy=torchtitan", "trained=false"])
     def test_a_record_has_no_column_that_one_model_lacks(self, without: str) -> None:
         """The rows of the others had it and the first advantage stopped the run for want of it."""
         record = "verl_ext.record_dir=records"
@@ -647,6 +647,36 @@ def test_a_model_without_a_token_to_train_on_is_scored_and_not_updated(store: An
     assert [what for what, _, _ in run.done] == ["balance", "old", "update"]
     with pytest.raises(BatchError, match="of the model 'other'; this run has policy, small"):
         run._balance_batch(put(store, ["other"], [[1]]), {})
+
+
+def test_a_mean_over_no_token_is_left_out_and_a_nan_of_an_update_stays(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mini-batch in which a model had no token made its value of the whole step NaN."""
+
+    def do(self: Plain, what: str, batch: Any, metrics: dict[str, Any]) -> Any:
+        tokens = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["loss_mask"])["loss_mask"]
+        metrics["actor/entropy"] = float(tokens.values().float().sum() or "nan")
+        metrics["actor/grad_norm"] = float("nan") if what == "update" else 1.0
+        return batch
+
+    monkeypatch.setattr(Plain, "_do", do)
+    run = team(small=Member("small"))
+    for mask in ([1, 1, 1], [0, 0]):
+        batch = run._balance_batch(put(store, ["policy", "small"], [[1], mask]), {})
+        run._compute_old_log_prob(batch, {})
+    found = reduction.reduced(run._updates_metrics)
+    assert found["actor/small/entropy"] == 3.0 and found["actor/policy/entropy"] == 1.0
+    assert found["model/small/rows"] == 2
+    run._update_actor(batch, {})
+    assert math.isnan(reduction.reduced(run._updates_metrics)["actor/policy/grad_norm"])
+
+
+def test_rows_without_a_token_are_known_before_they_are_dealt(store: Any) -> None:
+    batch = put(store, ["policy"] * 3, [[0], [1, 1], [0, 1]])
+    Columns(OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}})).on_sample(batch)
+    assert [has_token(tag) for tag in batch.tags] == [False, True, True]
+    assert all(is_trained(tag) for tag in batch.tags), "it counts as a row"
 
 
 def test_the_rows_of_an_update_are_those_of_models_that_are_updated(store: Any) -> None:

@@ -39,7 +39,10 @@ class Columns(Part):
         return []
 
     def on_sample(self, batch: Any) -> Any:
-        data = fetch(batch, ["extra_fields"]).get("extra_fields")
+        found = fetch(batch, ["extra_fields", "loss_mask"])
+        data, masks = found.get("extra_fields"), found.get("loss_mask")
+        if masks is not None:
+            _mark_empty(batch, masks)
         said = [{}] * len(batch) if data is None else dicts(data)
         self._extra = dict(zip(batch.keys, [{} if row is None else row for row in said], strict=True))
         self._of_padding = self._extra[batch.keys[0]]  # verl makes padding from the first row
@@ -126,6 +129,13 @@ def check_sum_pi_squared(config: Any) -> None:
             f"{who} needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
             "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2 or megatron."
         )
+
+
+def _mark_empty(batch: Any, masks: Any) -> None:
+    """Say in the tags which rows have no token of the model in their `masks`."""
+    for tag, mask in zip(batch.tags, masks.unbind(), strict=True):
+        if not mask.any():
+            tag[columns.EMPTY] = True
 
 
 def take_out(batch: Any, keys: Sequence[str]) -> Any:

@@ -28,7 +28,8 @@ seq-mean-token-mean      as above                                R / N: the mean
 A mini-batch is one update's; a sequence of seq-mean-token-sum is thus a whole trajectory, with all its rows.
 With one row a sample and N = rows / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected rows (mask
 all zero) count in S and R, so that a rejection does not make the others heavier; padding and rows that their agent loop
-took out (``valid_row: false``) count nowhere. Tokens are those of verl's ``loss_mask``, which is the mask before
+took out (``valid_row: false``) count nowhere. A row without a token of the model counts in S and R and is dealt like
+padding, so that no update is without a token. Tokens are those of verl's ``loss_mask``, which is the mask before
 rejection. Entropy, KL and critic losses go the same way.
 """
 
@@ -44,7 +45,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration import model_options
-from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
+from verl_ext.integration.columns import ActiveBatch, BatchError, has_token, is_real, is_trained, split_key
 from verl_ext.integration.options import OptionError, has_critic, option, select, updated
 from verl_ext.integration.parts.base import Part
 from verl_ext.methods.options import AtLeastOne
@@ -94,16 +95,17 @@ class Updates(Part):
         if self.asked is None:
             return multiple
         # By now the parts that take rows out have done so.
-        self.now = max(1, min(self.asked, sum(map(is_trained, self._sampled.tags))))
-        if self.now < self.asked:
-            logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
+        rows = sum(map(has_token, self._sampled.tags))
+        self.now = max(1, min(self.asked, rows))
+        if 0 < rows < self.asked:
+            logger.warning("a batch with %d rows to train on gets as many updates, not %s=%d", rows, KEY, self.asked)
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        if not any(map(is_trained, batch.tags)):
+        if not any(map(has_token, batch.tags)):
             raise BatchError(
-                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false), and "
-                "an update needs a row. Mend what makes the rollouts fail."
+                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false) or "
+                "got no token of the model for them, and an update needs a row. Mend what makes the rollouts fail."
             )
         ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
         updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
@@ -114,17 +116,17 @@ class Updates(Part):
         return batch
 
     def _verls_updates(self, batch: Any, ranks: int) -> int:
-        """verl's number of mini-batches if there might be one of rows that were taken out, without a token, else 0."""
-        if not any(is_real(tag) and not is_trained(tag) for tag in batch.tags):
+        """verl's number of mini-batches if there might be one of rows without a token to train on, else 0."""
+        if not any(is_real(tag) and not has_token(tag) for tag in batch.tags):
             return 0
         policy = self.config.actor_rollout_ref
         updates = len(batch) // (int(policy.actor.ppo_mini_batch_size) * int(policy.rollout.n))
-        trained = sum(map(is_trained, batch.tags))
+        trained = sum(map(has_token, batch.tags))
         if trained < updates:
             raise BatchError(
                 f"verl makes {updates} updates of this batch of {len(batch)} rows, but agent loops took out all but "
-                f"{trained} of them (valid_row: false), and an update needs a row. Set {KEY}, or mend what makes the "
-                "rollouts fail."
+                f"{trained} of them (valid_row: false) or got no token of the model for them, and an update needs a "
+                f"row. Set {KEY}, or mend what makes the rollouts fail."
             )
         return updates if updates and len(batch) % (updates * ranks) == 0 else 0
 
@@ -218,8 +220,8 @@ def _require_same_ranks(config: Any, updates: int) -> None:
         if str(critic.strategy) not in ("fsdp", "fsdp2"):
             remedy = f"the parallel sizes in critic.{critic.strategy} to those of the actor"
         raise OptionError(
-            f"{KEY}={updates} deals rows to the data-parallel ranks of the actor, where {of_actor} GPUs share a row, and "
-            f"in the critic {of_critic} do (sequence, tensor, pipeline and context parallel sizes), so that it has "
+            f"{KEY}={updates} deals rows to the data-parallel ranks of the actor, where {of_actor} GPUs share a row, "
+            f"and in the critic {of_critic} do (sequence, tensor, pipeline and context parallel sizes), so that it has "
             f"another number of ranks. Set {remedy}, or {KEY}=null."
         )
 
@@ -322,7 +324,7 @@ def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
     from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 
     lengths = [int(tag["seq_len"]) for tag in batch.tags]
-    padding = [not is_trained(tag) for tag in batch.tags]
+    padding = [not has_token(tag) for tag in batch.tags]
     work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).double().tolist()
     mini_batches = deal(work, padding, updates, ranks)
     partitions = [[row for mini_batch in mini_batches for row in mini_batch[rank]] for rank in range(ranks)]

@@ -208,6 +208,46 @@ def test_what_is_not_supported_is_refused_at_launch(overrides: list[str], messag
         checks.check(config(*overrides))
 
 
+TEAM = (
+    "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_orchestra",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "+verl_ext.orchestra.name=solver_verifier",
+    "+verl_ext.orchestra.agents.verifier.model=small",
+    "+verl_ext.models.small.actor.optim.lr=3e-6",
+)
+SMALL = "+verl_ext.models.small.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "message"),
+    [
+        (
+            [],
+            ["kl_direction=forward"],
+            r"small\.actor\.policy_loss\.kl_direction is forward and .* is reverse",
+        ),
+        ([f"{LOSS}.teacher_topk=16"], ["teacher_topk=8"], r"small\.actor\.policy_loss\.teacher_topk is 8 and .* is 16"),
+        ([f"{LOSS}.teacher_topk=16"], ["teacher_topk=null"], r"teacher_topk is null and .*teacher_topk is 16"),
+        ([], ["loss_mode=vanilla"], r"small\.actor\.policy_loss\.loss_mode is vanilla and .*mode is hybrid_imitation"),
+        (
+            ["verl_ext.losses.hybrid_imitation=false", f"{LOSS}.loss_mode=vanilla"],
+            ["loss_mode=hybrid_imitation"],
+            r"mode is hybrid_imitation and .* is vanilla",
+        ),
+    ],
+)
+def test_models_that_imitate_in_other_ways_are_refused(run: list[str], own: list[str], message: str) -> None:
+    """The engines are told the policy's values: those of the model were taken and had no effect, or failed later."""
+    given = [*TEAM, *run, *(f"{SMALL}.{one}" for one in own)]
+    with pytest.raises(OptionError, match=rf"hybrid_imitation: .*{message}.*Leave it out of the model, or set {LOSS}"):
+        checks.check(config(*given, recipe="[dr_mas,hybrid_imitation]"))
+
+
+def test_models_that_imitate_alike_pass_and_one_that_is_not_trained_does_not_count() -> None:
+    for more in ([], ["+verl_ext.models.small.trained=false", f"{SMALL}.kl_direction=forward"]):
+        checks.check(config(*TEAM, *more, recipe="[dr_mas,hybrid_imitation]"))
+
+
 def test_pruned_policy_has_no_teacher() -> None:
     with pytest.raises(OptionError, match="no divergence from a teacher"):
         checks.check(config(recipe="[grpo,hybrid_imitation,dvp]"))

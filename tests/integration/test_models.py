@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -25,10 +26,12 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_ext import cli
 from verl_ext.integration import checks, model_options
-from verl_ext.integration.columns import BatchError
+from verl_ext.integration.columns import BatchError, has_token, is_trained
 from verl_ext.integration.models import command, lead, members, separate
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.options import OptionError
+from verl_ext.integration.parts import reduction
+from verl_ext.integration.parts.columns import Columns, engine_columns
 from verl_ext.platform import settings
 
 RUN = (
@@ -79,6 +82,22 @@ class TestConfiguration:
         assert "models" not in own.verl_ext and "orchestra" not in own.verl_ext
         settings.complete(made)
         assert made.ray_kwargs.ray_init.num_gpus == 3, "one of the run's and two of the model's own"
+
+    @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+    def test_the_servers_of_a_pool_are_told_its_gpus_of_a_node(self, mode: str) -> None:
+        """They were told the run's 6: verl's replica of 8 stopped when the weights of both models were loaded."""
+        pool = "+verl_ext.models.small={pool: {n_gpus_per_node: 8}, rollout: {tensor_model_parallel_size: 8}}"
+        servers = ("actor_rollout_ref.rollout.nnodes=1",) if mode == "separate_async" else ()
+        given = ["trainer.n_gpus_per_node=6", *servers, f"trainer.v1.trainer_mode={mode}", pool, TWO[1]]
+        made = config(*given)
+        (small,) = model_options.of(made)
+        told = small.config(made).actor_rollout_ref.rollout.n_gpus_per_node
+        assert told == (6 if mode == "separate_async" else 8) and made.actor_rollout_ref.rollout.n_gpus_per_node == 6
+        if mode != "separate_async":
+            checks.check(made)
+        more = config(*given, "+verl_ext.models.small.rollout.n_gpus_per_node=4")
+        (small,) = model_options.of(more)
+        assert small.config(more).actor_rollout_ref.rollout.n_gpus_per_node == 4, "what the model says itself"
 
     @pytest.mark.seconds
     def test_rollout_servers_apart_from_training_are_counted_for_each_model(self) -> None:
@@ -218,6 +237,18 @@ class TestConfiguration:
                 ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
                 r"dvp needs the safe set of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
             ),
+            (
+                ["actor_rollout_ref.actor.checkpoint.async_save=true"],
+                r"^actor_rollout_ref\.actor\.checkpoint\.async_save=true with verl_ext\.models: .*Set it to false",
+            ),
+            (
+                ["+verl_ext.models.small.actor.checkpoint.async_save=true"],
+                r"^verl_ext\.models\.small\.actor\.checkpoint\.async_save=true with",
+            ),
+            (
+                ["critic.enable=true", "critic.checkpoint.async_save=true"],
+                r"^critic\.checkpoint\.async_save=true with verl_ext\.models",
+            ),
             (["verl_ext.loss_scale=each"], r"loss_scale is 'each'; choose own or joint"),
             (["verl_ext.loss_scale=joint"], r"loss_agg_mode=token-mean.*loss_agg_mode=token-sum"),
             (["+verl_ext.models.other.trained=true"], r"models\.other: no agent of the orchestra solver_verifier asks"),
@@ -353,6 +384,13 @@ class TestConfiguration:
         own = small.config(made).actor_rollout_ref.actor.policy_loss
         assert (own.loss_mode, own.kalman_q, own.kalman_r) == ("kpo", 1e-3, 1.0)
         assert made.actor_rollout_ref.actor.policy_loss.kalman_q == 1e-6
+
+    @pytest.mark.parametrize("without", ["model.use_fused_kernels=true", "actor.strategy=torchtitan", "trained=false"])
+    def test_a_record_has_no_column_that_one_model_lacks(self, without: str) -> None:
+        """The rows of the others had it and the first advantage stopped the run for want of it."""
+        record = "verl_ext.record_dir=records"
+        assert "sum_pi_squared" in engine_columns(config(*TWO, record))
+        assert engine_columns(config(TWO[1], record, f"+verl_ext.models.small.{without}")) == set()
 
     def test_verl_may_decode_the_rows_of_models_with_one_tokenizer(self) -> None:
         given = [*TWO, "+verl_ext.models.small.model.path=/models/small", "trainer.validation_data_dir=y"]
@@ -611,6 +649,36 @@ def test_a_model_without_a_token_to_train_on_is_scored_and_not_updated(store: An
         run._balance_batch(put(store, ["other"], [[1]]), {})
 
 
+def test_a_mean_over_no_token_is_left_out_and_a_nan_of_an_update_stays(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mini-batch in which a model had no token made its value of the whole step NaN."""
+
+    def do(self: Plain, what: str, batch: Any, metrics: dict[str, Any]) -> Any:
+        tokens = store.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["loss_mask"])["loss_mask"]
+        metrics["actor/entropy"] = float(tokens.values().float().sum() or "nan")
+        metrics["actor/grad_norm"] = float("nan") if what == "update" else 1.0
+        return batch
+
+    monkeypatch.setattr(Plain, "_do", do)
+    run = team(small=Member("small"))
+    for mask in ([1, 1, 1], [0, 0]):
+        batch = run._balance_batch(put(store, ["policy", "small"], [[1], mask]), {})
+        run._compute_old_log_prob(batch, {})
+    found = reduction.reduced(run._updates_metrics)
+    assert found["actor/small/entropy"] == 3.0 and found["actor/policy/entropy"] == 1.0
+    assert found["model/small/rows"] == 2
+    run._update_actor(batch, {})
+    assert math.isnan(reduction.reduced(run._updates_metrics)["actor/policy/grad_norm"])
+
+
+def test_rows_without_a_token_are_known_before_they_are_dealt(store: Any) -> None:
+    batch = put(store, ["policy"] * 3, [[0], [1, 1], [0, 1]])
+    Columns(OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}})).on_sample(batch)
+    assert [has_token(tag) for tag in batch.tags] == [False, True, True]
+    assert all(is_trained(tag) for tag in batch.tags), "it counts as a row"
+
+
 def test_the_rows_of_an_update_are_those_of_models_that_are_updated(store: Any) -> None:
     run = team(small=Member("small"), frozen=Member("frozen", trained=False))
     batch = put(store, ["policy", "frozen", "small", "policy"], [[0, 0], [1], [0, 1], [0]])
@@ -661,12 +729,18 @@ def test_with_servers_apart_each_model_keeps_weights_and_lends_servers_as_the_ru
         pass
 
     run = Separate("policy")
+    run.config = OmegaConf.create({"algorithm": {}})
     small, seldom, frozen = SeparateMember("small"), SeparateMember("seldom"), SeparateMember("frozen", trained=False)
     run._members = {"small": small, "seldom": seldom, "frozen": frozen}
-    for run.local_trigger_step, models in enumerate((["small", "small"], ["policy", "seldom"])):
+    steps = (["small", "small"], ["policy", "seldom"])
+    for run.local_trigger_step, models in enumerate(steps):
         run._compute_old_log_prob(run._balance_batch(put(store, models, [[1], [1]]), {}), {})
     assert run.said == seldom.said == [("keep", 0), ("score", 1)], "not those of an earlier synchronisation"
     assert small.said == [("score", 0)] and frozen.said == []
+    run.config = OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}})
+    for run.local_trigger_step, models in enumerate(steps):
+        run._compute_old_log_prob(run._balance_batch(put(store, models, [[1], [1]]), {}), {})
+    assert run.said[2:] == seldom.said[2:] == [("score", 1)], "without scores of the trainer no weights are kept"
     run.add_replicas_to_balancer()
     run.remove_replicas_from_balancer()
     assert run.clear_sticky_cache() == {"of": "policy"}

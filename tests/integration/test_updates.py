@@ -15,11 +15,12 @@ import pytest
 import torch
 import verl
 import verl.trainer.ppo.v1 as v1
+from hydra import compose
 from omegaconf import OmegaConf
 from ports import free_port
 from transfer_queue import KVBatchMeta
 
-from verl_ext.integration.columns import VALID, ActiveBatch, BatchError, is_trained
+from verl_ext.integration.columns import EMPTY, VALID, ActiveBatch, BatchError, has_token, is_trained
 from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import updates
 from verl_ext.integration.parts.base import Part
@@ -216,6 +217,29 @@ def older_gspo(log_prob: Any, loss_agg_mode: str = "token-mean", config: Any = N
     return agg_loss(loss_mat=log_prob, loss_mask=log_prob, loss_agg_mode="seq-mean-token-mean", batch_num_tokens=1)
 
 
+@pytest.mark.usefixtures("verl_configuration")
+def test_actor_and_critic_have_the_same_ranks() -> None:
+    """Rows were a multiple of the actor's; of two mini-batches of one row the critic's two ranks got none."""
+    run = ("+recipe=grpo", "algorithm.adv_estimator=gae", "verl_ext.updates_per_batch=2")
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    for passing in (
+        [],
+        [ulysses, "critic.fsdp.ulysses_sequence_parallel_size=2"],
+        [ulysses, "critic.enable=false", "algorithm.adv_estimator=grpo"],
+    ):
+        updates.check(compose("ppo_trainer", overrides=[*run, *passing]))
+    for refused, found in (
+        ([ulysses], "2 GPUs share a row, and in the critic 1 do"),
+        ([ulysses, "critic.ulysses_sequence_parallel_size=2"], "and in the critic 1 do"),  # verl reads no such key
+        (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "2 GPUs share a row"),
+    ):
+        with pytest.raises(OptionError, match=f"{found}.*Set critic.fsdp.ulysses_sequence_parallel_size=2, or"):
+            updates.check(compose("ppo_trainer", overrides=[*run, *refused]))
+    megatron = ["model_engine=megatron", "critic.megatron.tensor_model_parallel_size=2"]
+    with pytest.raises(OptionError, match=r"in the critic 2 do .*Set the parallel sizes in critic\.megatron to those"):
+        updates.check(compose("ppo_trainer", overrides=[*run, *megatron]))
+
+
 def test_a_verl_whose_gspo_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
@@ -275,6 +299,34 @@ def test_rows_that_are_taken_out_after_the_look_at_the_batch_count_too() -> None
     part.on_sample(batch)
     part.row_multiple(1, 1)
     assert part.now == 8
+
+
+@pytest.mark.parametrize("asked", [2, None])
+def test_rows_without_a_token_are_dealt_like_padding(asked: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    """A call to which the engine gives no token is a row; an update of such rows alone divided by 0 tokens."""
+    batch, part = taken_out(0, asked)
+    for tag in batch.tags[:13]:
+        tag[EMPTY] = True
+    part.on_sample(batch)
+    part.row_multiple(1, 1)
+    if asked is None:
+        with pytest.raises(BatchError, match=r"all but 2 of them .* got no token of the model for them"):
+            part.on_batch(batch, ActiveBatch(columns={}), {})
+        return
+    part.on_batch(batch, ActiveBatch(columns={}), {})
+    some = [has_token(tag) for tag in batch.tags]
+    assert sum(some[:8]) == sum(some[8:]) == 1 and not caplog.records
+    mode = "seq-mean-token-mean"
+    assert updates.settings(batch.keys, batch.tags, 4, 2, mode)["global_batch_size"] == 7.5, "they count as rows"
+    batch.tags[some.index(True)][EMPTY] = True
+    assert part.row_multiple(1, 1) == 1 and part.now == 1
+    assert "a batch with 1 rows to train on gets as many updates" in caplog.text
+    for tag in batch.tags:
+        tag[EMPTY] = True
+    caplog.clear()
+    assert part.row_multiple(1, 1) == 1 and not caplog.records, "nothing is said of a model that is passed over"
+    with pytest.raises(BatchError, match="took out all 15 rows of this batch .* or got no token of the model"):
+        part.on_batch(batch, ActiveBatch(columns={}), {})
 
 
 def test_no_mini_batch_of_verls_is_without_a_row_that_is_trained_on() -> None:

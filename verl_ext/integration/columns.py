@@ -27,6 +27,8 @@ NAMES = FROM_KEY + FROM_EXTRA_FIELDS + TOKEN_COLUMNS
 
 VALID = "verl_ext_valid"
 """Tag of a row, False where the agent loop says ``valid_row: false``; rows of padding carry verl's ``is_padding``."""
+EMPTY = "verl_ext_empty"
+"""Tag of a row, True where it has no token of a model, as of a call to which the engine gave none."""
 
 
 class RowFieldMissing(ValueError):
@@ -45,6 +47,11 @@ def is_real(tag: Mapping[str, Any]) -> bool:
 def is_trained(tag: Mapping[str, Any]) -> bool:
     """Whether a row is trained on: neither padding nor taken out by its agent loop."""
     return is_real(tag) and bool(tag.get(VALID, True))
+
+
+def has_token(tag: Mapping[str, Any]) -> bool:
+    """Whether a row is trained on and has a token for it."""
+    return is_trained(tag) and not tag.get(EMPTY, False)
 
 
 def split_key(key: str) -> tuple[str, str, int]:

@@ -93,6 +93,9 @@ class Model:
                 own.verl_ext.updates_per_batch = self.updates_per_batch
             if self.pool is not None:
                 own.trainer.n_gpus_per_node, own.trainer.nnodes = self.pool["n_gpus_per_node"], self.pool["nnodes"]
+                key = "actor_rollout_ref.rollout.n_gpus_per_node"  # of a node, as verl's servers are told
+                if not separate(own) and key not in self.changes:
+                    own.actor_rollout_ref.rollout.n_gpus_per_node = self.pool["n_gpus_per_node"]
             transfer = own.actor_rollout_ref.rollout.checkpoint_engine
             key = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{transfer.backend}.group_name"
             if transfer.backend in NCCL and key not in self.changes:

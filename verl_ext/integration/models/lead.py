@@ -216,11 +216,15 @@ class LeadMixin(ModelSide):
             part.fields = None  # a model may have columns that another lacks
             call = getattr(verls if trainer is self else trainer, method)
 
-            def work(name: str = name, trainer: Any = trainer, part: Any = part, call: Any = call) -> Any:
+            def work(
+                name: str = name, trainer: Any = trainer, keys: Any = keys, part: Any = part, call: Any = call
+            ) -> Any:
                 own: dict[str, Any] = {}
                 begun = time.perf_counter()
                 done = call(part, own, *args, **kwargs)
                 own |= trainer.own_metrics()
+                if self._trainable.isdisjoint(keys):  # means over no token; a NaN of an update stays
+                    own = {key: value for key, value in own.items() if math.isfinite(value)}
                 own[f"timing_s/{method.strip('_')}"] = time.perf_counter() - begun
                 return name, done, own
 

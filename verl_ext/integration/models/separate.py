@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.models.lead import LeadMixin, Together
+from verl_ext.integration.options import bypass
 
 
 class SeparateLead(LeadMixin):
@@ -51,10 +52,11 @@ class SeparateLead(LeadMixin):
         keeps at the first one: also of a model that has no row in that one."""
         if not self._members:
             return super()._compute_old_log_prob(batch, metrics)
+        first = self.local_trigger_step == 0 and self.parameter_sync_step > 1 and not bypass(self.config)
         present = {self._model_of[key] for key in batch.keys}
         for trainer in (self, *self._trained_members()):
             trainer.local_trigger_step = self.local_trigger_step
             name = POLICY if trainer is self else trainer.model.name
-            if self.local_trigger_step == 0 and self.parameter_sync_step > 1 and name not in present:
+            if first and name not in present:
                 trainer.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)

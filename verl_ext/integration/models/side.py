@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from verl_ext.integration import dvp
-from verl_ext.integration.columns import ActiveBatch, is_trained
+from verl_ext.integration.columns import ActiveBatch, has_token
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.pruning import PrunedUpdates
 from verl_ext.integration.parts.rejection import RejectionRules, SkippedUpdates
@@ -34,7 +34,7 @@ class ModelSide:
         for part in self.own_parts:
             batch = part.on_sample(batch)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
-        if self.own_parts and any(map(is_trained, batch.tags)):  # else the model is passed over in the update
+        if self.own_parts and any(map(has_token, batch.tags)):  # else the model is passed over in the update
             for part in self.own_parts:
                 batch = part.on_batch(batch, ActiveBatch(columns={}), metrics)
         return batch

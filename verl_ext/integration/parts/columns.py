@@ -39,7 +39,10 @@ class Columns(Part):
         return []
 
     def on_sample(self, batch: Any) -> Any:
-        data = fetch(batch, ["extra_fields"]).get("extra_fields")
+        found = fetch(batch, ["extra_fields", "loss_mask"])
+        data, masks = found.get("extra_fields"), found.get("loss_mask")
+        if masks is not None:
+            _mark_empty(batch, masks)
         said = [{}] * len(batch) if data is None else dicts(data)
         self._extra = dict(zip(batch.keys, [{} if row is None else row for row in said], strict=True))
         self._of_padding = self._extra[batch.keys[0]]  # verl makes padding from the first row
@@ -88,11 +91,13 @@ def engine_columns(config: Any) -> set[str]:
 
 
 def _recorded(config: Any) -> bool:
-    """Whether a record (`verl_ext.integration.parts.record`) gets sum_pi_squared: where the engine can compute it."""
+    """Whether a record (`verl_ext.integration.parts.record`) gets sum_pi_squared: where the engines of all models can
+    compute it."""
     if not select(config.get("verl_ext"), "record_dir"):
         return False
     try:
-        check_sum_pi_squared(config)
+        for one in (config, *(model.config(config) for model in model_options.of(config))):
+            check_sum_pi_squared(one)
     except OptionError:
         return False
     return True
@@ -124,6 +129,13 @@ def check_sum_pi_squared(config: Any) -> None:
             f"{who} needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
             "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2 or megatron."
         )
+
+
+def _mark_empty(batch: Any, masks: Any) -> None:
+    """Say in the tags which rows have no token of the model in their `masks`."""
+    for tag, mask in zip(batch.tags, masks.unbind(), strict=True):
+        if not mask.any():
+            tag[columns.EMPTY] = True
 
 
 def take_out(batch: Any, keys: Sequence[str]) -> Any:

@@ -17,6 +17,8 @@ from verl_ext.integration.parts.base import Part
 from verl_ext.plugin import AGENT_LOOPS
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
+OF_ALL = {"loss_mode": "vanilla", "kl_direction": "reverse", "teacher_topk": None}
+"""Keys of `LOSS` that the engines of all models are told once, with their defaults."""
 TEACHER_SERVERS = ("vllm", "sglang")
 """Engines that verl asks for a teacher's log-probabilities."""
 
@@ -46,6 +48,7 @@ class Imitation(Part):
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
+        _check_models(config)
         if not cls.wanted(config):
             return []
         dvp.refuse_without_one_pass(config, "hybrid_imitation")
@@ -110,6 +113,25 @@ class Imitation(Part):
     def _top_k(self) -> int | None:
         found = select(self.config.actor_rollout_ref.actor.policy_loss, "teacher_topk")
         return None if found is None else int(found)
+
+
+def _check_models(config: Any) -> None:
+    """Refuse models that differ in what the engines of all are told. Raises OptionError: one of them imitates, and
+    another has something else in a key of `OF_ALL`."""
+    of_run = {key: select(config.actor_rollout_ref.actor.policy_loss, key, value) for key, value in OF_ALL.items()}
+    for model in model_options.of(config):
+        said = {key: model.changes.get(f"{LOSS}.{key}", of_run[key]) for key in OF_ALL}
+        own = {key: OF_ALL[key] if value is None else value for key, value in said.items()}
+        if not model.trained or "hybrid_imitation" not in (own["loss_mode"], of_run["loss_mode"]):
+            continue
+        for key, value in own.items():
+            if value != of_run[key]:
+                shown = "null" if of_run[key] is None else of_run[key]
+                raise OptionError(
+                    f"hybrid_imitation: {model_options.KEY}.{model.name}.actor.policy_loss.{key} is "
+                    f"{'null' if value is None else value} and {LOSS}.{key} is {shown}, but the engines of all models "
+                    f"are told one value. Leave it out of the model, or set {LOSS}.{key} to what all shall have."
+                )
 
 
 def _has_teacher(config: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.integration import model_options
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.options import OptionError, select, updated
 from verl_ext.integration.parts.base import Part
 
 
@@ -22,11 +22,29 @@ class Models(Part):
     @classmethod
     def check(cls, config: Any) -> list[str]:
         _check_adapter(config)
+        _check_async_save(config)
         return model_options.check(config)
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
         return False
+
+
+def _check_async_save(config: Any) -> None:
+    """Refuse checkpoints of several models that are written while the run goes on: verl's Megatron manager notes the
+    last one two folders above a model's, which is not where a run looks for it."""
+    further = model_options.of(config)
+    for section, node in updated(config).items() if further else ():
+        key = f"{section}.checkpoint.async_save"
+        own = {f"{model_options.KEY}.{one.name}": one.changes.get(key) for one in further if one.trained}
+        asked = [f"{where}.{key.removeprefix('actor_rollout_ref.')}" for where, value in own.items() if value]
+        asked += [key] * bool(select(node.get("checkpoint"), "async_save", False))
+        if asked:
+            raise OptionError(
+                f"{' and '.join(asked)}=true with {model_options.KEY}: verl would note the last checkpoint in a folder "
+                "of the models, where no run looks for it, and trainer.resume_mode=auto would start anew. Set it to "
+                "false."
+            )
 
 
 def _check_adapter(config: Any) -> None:

@@ -28,7 +28,8 @@ seq-mean-token-mean      as above                                R / N: the mean
 A mini-batch is one update's; a sequence of seq-mean-token-sum is thus a whole trajectory, with all its rows.
 With one row a sample and N = rows / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected rows (mask
 all zero) count in S and R, so that a rejection does not make the others heavier; padding and rows that their agent loop
-took out (``valid_row: false``) count nowhere. Tokens are those of verl's ``loss_mask``, which is the mask before
+took out (``valid_row: false``) count nowhere. A row without a token of the model counts in S and R and is dealt like
+padding, so that no update is without a token. Tokens are those of verl's ``loss_mask``, which is the mask before
 rejection. Entropy, KL and critic losses go the same way.
 """
 
@@ -44,8 +45,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration import model_options
-from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, is_trained, split_key
-from verl_ext.integration.options import OptionError, option, select, updated
+from verl_ext.integration.columns import ActiveBatch, BatchError, has_token, is_real, is_trained, split_key
+from verl_ext.integration.options import OptionError, has_critic, option, select, updated
 from verl_ext.integration.parts.base import Part
 from verl_ext.methods.options import AtLeastOne
 
@@ -56,6 +57,17 @@ LOCAL_MEAN_LOSSES = ("geo_mean",)
 """verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
 FIXED_MODE = re.compile(r"""loss_agg_mode\s*=\s*["']([\w-]+)["']\s*[,)]""")
 """In the source of a loss: it hands `agg_loss` a mode of its own, whatever ``loss_agg_mode`` says."""
+
+PARALLEL = (
+    "ulysses_sequence_parallel_size",
+    "ulysses_parallel_size",
+    "tensor_model_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+)
+"""Keys of verl's engines for how many GPUs have a part of each row; the others are data-parallel ranks."""
 
 
 class Updates(Part):
@@ -83,16 +95,17 @@ class Updates(Part):
         if self.asked is None:
             return multiple
         # By now the parts that take rows out have done so.
-        self.now = max(1, min(self.asked, sum(map(is_trained, self._sampled.tags))))
-        if self.now < self.asked:
-            logger.warning("a batch of %d rows gets as many updates, not %s=%d", self.now, KEY, self.asked)
+        rows = sum(map(has_token, self._sampled.tags))
+        self.now = max(1, min(self.asked, rows))
+        if 0 < rows < self.asked:
+            logger.warning("a batch with %d rows to train on gets as many updates, not %s=%d", rows, KEY, self.asked)
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        if not any(map(is_trained, batch.tags)):
+        if not any(map(has_token, batch.tags)):
             raise BatchError(
-                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false), and "
-                "an update needs a row. Mend what makes the rollouts fail."
+                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false) or "
+                "got no token of the model for them, and an update needs a row. Mend what makes the rollouts fail."
             )
         ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
         updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
@@ -103,17 +116,17 @@ class Updates(Part):
         return batch
 
     def _verls_updates(self, batch: Any, ranks: int) -> int:
-        """verl's number of mini-batches if there might be one of rows that were taken out, without a token, else 0."""
-        if not any(is_real(tag) and not is_trained(tag) for tag in batch.tags):
+        """verl's number of mini-batches if there might be one of rows without a token to train on, else 0."""
+        if not any(is_real(tag) and not has_token(tag) for tag in batch.tags):
             return 0
         policy = self.config.actor_rollout_ref
         updates = len(batch) // (int(policy.actor.ppo_mini_batch_size) * int(policy.rollout.n))
-        trained = sum(map(is_trained, batch.tags))
+        trained = sum(map(has_token, batch.tags))
         if trained < updates:
             raise BatchError(
                 f"verl makes {updates} updates of this batch of {len(batch)} rows, but agent loops took out all but "
-                f"{trained} of them (valid_row: false), and an update needs a row. Set {KEY}, or mend what makes the "
-                "rollouts fail."
+                f"{trained} of them (valid_row: false) or got no token of the model for them, and an update needs a "
+                f"row. Set {KEY}, or mend what makes the rollouts fail."
             )
         return updates if updates and len(batch) % (updates * ranks) == 0 else 0
 
@@ -144,7 +157,8 @@ def updates_per_batch(config: Any) -> int | None:
 
 def check(config: Any) -> list[str]:
     """Check what ``verl_ext.updates_per_batch`` needs. Returns warnings. Raises OptionError: a bad value, more updates
-    than a batch has samples, shuffled rows, or a loss whose scale cannot be kept independent of the number of rows."""
+    than a batch has samples, shuffled rows, a critic on another number of data-parallel ranks, or a loss whose scale
+    cannot be kept independent of the number of rows."""
     updates = updates_per_batch(config)
     if updates is None:
         return []
@@ -170,6 +184,8 @@ def check(config: Any) -> list[str]:
             f"this verl, but actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}, whose divisor it would get. "
             f"Set actor_rollout_ref.actor.loss_agg_mode={fixed}."
         )
+    if has_critic(config):
+        _require_same_ranks(config, updates)
     sections = updated(config)
     for name, section in sections.items():
         if section.get("shuffle", False):
@@ -191,6 +207,30 @@ def check(config: Any) -> list[str]:
         for name, section in sections.items()
         if section.loss_agg_mode == "token-sum"
     ]
+
+
+def _require_same_ranks(config: Any, updates: int) -> None:
+    """Refuse an actor and a critic with different numbers of data-parallel ranks: rows are dealt to the actor's, and
+    verl's critic would cut other mini-batches, or none. Raises OptionError: names the sizes."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    old = int(select(actor, PARALLEL[0], 1))  # verl puts it over the one in fsdp_config; the critic's it does not read
+    of_actor, of_critic = old if old > 1 else _gpus_a_row(actor, "fsdp_config"), _gpus_a_row(critic, "fsdp")
+    if of_actor != of_critic:
+        remedy = f"critic.fsdp.{PARALLEL[0]}={of_actor}"
+        if str(critic.strategy) not in ("fsdp", "fsdp2"):
+            remedy = f"the parallel sizes in critic.{critic.strategy} to those of the actor"
+        raise OptionError(
+            f"{KEY}={updates} deals rows to the data-parallel ranks of the actor, where {of_actor} GPUs share a row, "
+            f"and in the critic {of_critic} do (sequence, tensor, pipeline and context parallel sizes), so that it has "
+            f"another number of ranks. Set {remedy}, or {KEY}=null."
+        )
+
+
+def _gpus_a_row(section: Any, fsdp: str) -> int:
+    """How many GPUs have a part of each row in the engine of an actor or critic, whose FSDP node is `fsdp`."""
+    strategy = str(select(section, "strategy", "fsdp"))
+    engine = select(section, fsdp if strategy in ("fsdp", "fsdp2") else strategy)
+    return math.prod(_size(engine, key) for key in PARALLEL)
 
 
 def fixed_mode(loss: str) -> str | None:
@@ -284,7 +324,7 @@ def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
     from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 
     lengths = [int(tag["seq_len"]) for tag in batch.tags]
-    padding = [not is_trained(tag) for tag in batch.tags]
+    padding = [not has_token(tag) for tag in batch.tags]
     work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).double().tolist()
     mini_batches = deal(work, padding, updates, ranks)
     partitions = [[row for mini_batch in mini_batches for row in mini_batch[rank]] for rank in range(ranks)]

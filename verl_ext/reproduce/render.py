@@ -329,7 +329,8 @@ def _draw_metric(
             own = result.values[(result.values["cell"] == cell.name) & (result.values["metric"] == name)]
             known, summary = own["value"].dropna(), result.summary.loc[cell.name, name]
             # Seeds with nearly the same value lie beside each other instead of on top.
-            spread = [row + 0.16 * (place - (len(known) - 1) / 2) for place in range(len(known))]
+            step = min(0.16, 0.64 / max(len(known) - 1, 1))
+            spread = [row + step * (place - (len(known) - 1) / 2) for place in range(len(known))]
             axis.scatter(known, spread, color=colour, s=18, alpha=0.75, zorder=3)
             if math.isfinite(summary["mean"]):
                 axis.plot([summary["mean"]] * 2, [row - 0.32, row + 0.32], color=colour, linewidth=2.4, zorder=2)

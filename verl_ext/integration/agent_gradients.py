@@ -80,7 +80,12 @@ class AgentGradientsMixin:
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         """The same values; in a pass for an agent, the gradient goes through its rows only."""
-        made = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
+        made = super().prepare_model_outputs(  # type: ignore[misc]
+            output=output,
+            output_args=output_args,
+            micro_batch=micro_batch,
+            logits_processor_func=logits_processor_func,
+        )
         if self._rows_of is None:
             return made
         number, others = self._rows_of

@@ -72,7 +72,12 @@ class OnePassMixin:
         if rho <= 0 and (why_not or not _wanted(one_pass, output)):
             squares = not why_not and bool(said(micro_batch, "calculate_sum_pi_squared", False))
             with wraps.must_be_called(wraps.SUM_PI_SQUARED, squares):
-                return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
+                return super().prepare_model_outputs(  # type: ignore[misc]
+                    output=output,
+                    output_args=output_args,
+                    micro_batch=micro_batch,
+                    logits_processor_func=logits_processor_func,
+                )
         rmpad = said(micro_batch, "use_remove_padding", True)
         wanted = {
             "entropy": bool(said(micro_batch, "calculate_entropy", False)),

@@ -66,7 +66,12 @@ class ImitationMixin:
         if direction:
             # Not verl's ways to the log-probabilities: one overwrites the logits, one makes a loss of the teacher.
             tu.assign_non_tensor(micro_batch, distillation_use_topk=False, **{ONE_PASS: "on"})
-        made = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
+        made = super().prepare_model_outputs(  # type: ignore[misc]
+            output=output,
+            output_args=output_args,
+            micro_batch=micro_batch,
+            logits_processor_func=logits_processor_func,
+        )
         if top_k:
             made.update(teacher_columns(Positions(output, micro_batch), top_k))
         if direction:

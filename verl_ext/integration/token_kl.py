@@ -43,7 +43,12 @@ class TokenKLMixin:
         wanted = bool(said(micro_batch, WANTED, False))
         if wanted:
             tu.assign_non_tensor(micro_batch, **{ONE_PASS: "on"})  # it leaves the logits as they are
-        made = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
+        made = super().prepare_model_outputs(  # type: ignore[misc]
+            output=output,
+            output_args=output_args,
+            micro_batch=micro_batch,
+            logits_processor_func=logits_processor_func,
+        )
         if wanted:
             at = Positions(output, micro_batch)
             made[COLUMN] = at.jagged(token_kl(at))

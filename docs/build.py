@@ -21,15 +21,15 @@ from typing import Any
 
 import yaml
 
-from verl_ext.integration import model_options
-from verl_ext.integration.endpoints import Endpoint
+from verl_ext.cpu.engine.options import EmbeddedOptions
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.endpoints import Endpoint
 from verl_ext.recipes import documented_keys, leaves_of, recipe_root, recipes
-from verl_ext.rollout.embedded.options import EmbeddedOptions
 from verl_ext.rollout.gateway.settings import Named
 from verl_ext.rollout.multi_turn import OPTIONS_KEY, MultiTurnOptions
 from verl_ext.rollout.orchestra.settings import AgentSettings, OrchestraSettings
 from verl_ext.rollout.retrieval import Bm25Options, HttpOptions
-from verl_ext.rollout.threads import ThreadOptions
+from verl_ext.rollout.shared.threads import ThreadOptions
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

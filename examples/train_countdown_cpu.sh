@@ -12,7 +12,7 @@ python - "$OUT/data" <<'PYTHON'
 import sys
 from pathlib import Path
 
-from verl_ext.demo.data import write_task
+from verl_ext.lab.demo.data import write_task
 
 numbers = {"min_numbers": 2, "max_numbers": 3, "max_value": 20, "min_target": 10, "max_target": 99}
 write_task(Path(sys.argv[1]), "countdown", numbers, train_size=128, val_size=16, seed=0)

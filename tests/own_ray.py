@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import ray
 
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
 
 
 @contextlib.contextmanager

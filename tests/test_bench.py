@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from verl_ext import cli
-from verl_ext.bench import advantages, logits
-from verl_ext.bench._memory import GROUP, TURN, make_batch
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.lab.bench import advantages, logits
+from verl_ext.lab.bench._memory import GROUP, TURN, make_batch
+from verl_ext.methods.logits.logits_pass import token_statistics
 
 TRUTH = Path(__file__).resolve().parents[1] / "examples" / "truth"
 
@@ -213,7 +213,7 @@ def test_the_page_holds_the_numbers_of_the_script(numbers: dict[str, Any]) -> No
 
 
 def test_agents_are_dealt_out_to_the_models_of_the_benchmark() -> None:
-    from verl_ext.bench import models
+    from verl_ext.lab.bench import models
     from verl_ext.rollout.orchestra.registry import find
 
     agents = models.demo_task("five").agents
@@ -249,7 +249,7 @@ def test_the_benchmark_of_models_reads_what_runs_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run of one model and one of two, as their files say; two rounds, of which the better figure counts."""
-    from verl_ext.bench import models
+    from verl_ext.lab.bench import models
 
     order = []
 
@@ -288,7 +288,7 @@ def test_the_benchmark_of_models_reads_what_runs_have_left(
 def test_the_watch_of_a_run_counts_its_processes(tmp_path: Path) -> None:
     import threading
 
-    from verl_ext.bench import models
+    from verl_ext.lab.bench import models
 
     done = threading.Event()
     watching = threading.Thread(target=models.watch, args=(tmp_path, done))

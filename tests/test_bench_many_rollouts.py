@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from verl_ext.bench import _many_rollouts as many
+from verl_ext.lab.bench import _many_rollouts as many
 
 
 def test_sizes_go_up_to_the_number_that_was_asked_for() -> None:

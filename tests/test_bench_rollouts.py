@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from verl_ext import cli
-from verl_ext.bench import rollouts
-from verl_ext.bench.rollouts import Cost
+from verl_ext.lab.bench import rollouts
+from verl_ext.lab.bench.rollouts import Cost
 
 
 def test_plan_is_seeded_and_within_its_bounds() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext import __version__, bench, cli, overrides, recipes
+from verl_ext import __version__, cli, recipes
+from verl_ext.common import overrides
+from verl_ext.lab import bench
 from verl_ext.recipes import ABSENT, KINDS, RecipeError
 
 HEADER = "# @package _global_\n# summary: {0}\n# paper: arXiv 1234.56789 (Some)\n# kind: {1}\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.contain import Contained, contained, contained_reward_function
+from verl_ext.rollout.shared.contain import Contained, contained, contained_reward_function
 
 ENDS = [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, BaseException]
 

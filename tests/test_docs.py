@@ -25,8 +25,8 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
 from verl_ext import cli, recipes
-from verl_ext.bench import __file__ as bench_file
 from verl_ext.integration import launch
+from verl_ext.lab.bench import __file__ as bench_file
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext import live
+from verl_ext.lab.pages import live
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from omegaconf import OmegaConf
 
 from verl_ext import cli
 from verl_ext.integration.columns import ActiveBatch
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.columns import engine_columns
-from verl_ext.integration.parts.record import Record as RecordPart
-from verl_ext.integration.parts.record import plain, record_of, write
-from verl_ext.whatif import compare as comparing
-from verl_ext.whatif import show
-from verl_ext.whatif.compare import Comparison, compare
-from verl_ext.whatif.exact import exact
-from verl_ext.whatif.records import Record, RecordError, find, read
-from verl_ext.whatif.scale import signal
+from verl_ext.integration.parts.advantage.columns import engine_columns
+from verl_ext.integration.parts.outputs.record import Record as RecordPart
+from verl_ext.integration.parts.outputs.record import plain, record_of, write
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.lab.whatif import compare as comparing
+from verl_ext.lab.whatif import show
+from verl_ext.lab.whatif.compare import Comparison, compare
+from verl_ext.lab.whatif.exact import exact
+from verl_ext.lab.whatif.records import Record, RecordError, find, read
+from verl_ext.lab.whatif.scale import signal
 
 LENGTH, VOCABULARY = 3, 11
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext import __version__
-from verl_ext.overrides import Failure, UsageError, check_overrides, count, positive
+from verl_ext.common.overrides import Failure, UsageError, check_overrides, count, positive
 
 USAGE_ERROR = 2
 """Exit code of a command line that cannot be carried out as written, as argparse has it."""
@@ -156,7 +156,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
-    from verl_ext.demo import prepare as made
+    from verl_ext.lab.demo import prepare as made
 
     if args.what == "reasoning_gym":
         return _write_reasoning_gym(args)
@@ -169,7 +169,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
 
 
 def _write_reasoning_gym(args: argparse.Namespace) -> int:
-    from verl_ext.demo.data import write_task
+    from verl_ext.lab.demo.data import write_task
 
     if not args.dataset or args.out is None:
         raise UsageError("reasoning_gym needs --dataset NAME and --out FOLDER")
@@ -191,7 +191,7 @@ def _write_reasoning_gym(args: argparse.Namespace) -> int:
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext.demo.tasks import TASKS
+    from verl_ext.lab.demo.tasks import TASKS
 
     parser.add_argument(
         "--recipe",
@@ -221,7 +221,7 @@ def _run_demo(args: argparse.Namespace) -> int:
         find_recipe(name)
     check_overrides([*args.extras, *args.overrides], "demo")
     args.overrides = [*args.overrides, *args.extras]
-    from verl_ext.demo import run
+    from verl_ext.lab.demo import run
 
     return run.main(args) or 0
 
@@ -230,7 +230,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from verl_ext import bench
+    from verl_ext.lab import bench
 
     names = bench.available()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -240,13 +240,13 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    from verl_ext import bench
+    from verl_ext.lab import bench
     from verl_ext.recipes import suggestion
 
     names = bench.available()
     if args.benchmark not in names:
         raise UsageError(f"unknown benchmark {args.benchmark!r}{suggestion(args.benchmark, list(names))}")
-    module = importlib.import_module(f"verl_ext.bench.{names[args.benchmark]}")
+    module = importlib.import_module(f"verl_ext.lab.bench.{names[args.benchmark]}")
     return module.main([*args.arguments, *args.extras]) or 0
 
 
@@ -259,7 +259,7 @@ def _new_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_new_recipe(args: argparse.Namespace) -> int:
-    from verl_ext.new_recipe import new_recipe
+    from verl_ext.lab.new_recipe import new_recipe
 
     folder = new_recipe(args.name, args.out)
     print(f"{folder}: the formula is in {args.name}/method.py. Next: pip install -e {folder} && pytest {folder}/tests")
@@ -267,7 +267,7 @@ def _run_new_recipe(args: argparse.Namespace) -> int:
 
 
 def _run_environments(args: argparse.Namespace) -> int:
-    from verl_ext.rollout.play import list_environments
+    from verl_ext.lab.play import list_environments
 
     return list_environments(args)
 
@@ -276,7 +276,7 @@ def _room(name: str, text: str, module: str = "", extras: bool = False) -> Comma
     """A subcommand whose module (default: `command` in the room of its name) has its arguments and what runs it."""
 
     def load() -> Any:
-        return importlib.import_module(f"verl_ext.{module or f'{name}.command'}")
+        return importlib.import_module(f"verl_ext.{module or f'lab.{name}.command'}")
 
     return Command(name, text, lambda parser: load().arguments(parser), lambda args: load().run(args), extras)
 
@@ -291,8 +291,8 @@ COMMANDS = (
     Command("demo", "prepare, train on this machine's CPU and draw the curve", _demo_arguments, _run_demo, extras=True),
     _room("reproduce", "the tables of the papers: what they are, run them, collect them", extras=True),
     Command("environments", "environments that are here, and what others need", _no_arguments, _run_environments),
-    _room("play", "play an environment in the terminal, as a model sees it", "rollout.play"),
-    _room("rollouts", "read the rollouts of a run, as text or in a browser", "transcripts.command"),
+    _room("play", "play an environment in the terminal, as a model sees it", "lab.play"),
+    _room("rollouts", "read the rollouts of a run, as text or in a browser", "lab.transcripts.command"),
     _room("whatif", "what other estimators would have done with the recorded batches of a run"),
     _room("plan-models", "what several models ask of a GPU", "integration.models.command", extras=True),
     _room("report", "compare runs: one page of curves, and pictures"),

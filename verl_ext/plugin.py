@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from verl_ext.integration.wraps import STRICT
+from verl_ext.integration.compat import registrations
+from verl_ext.integration.compat.wraps import STRICT
 
 _failures: dict[str, str] = {}
 _done: list[str] = []
@@ -80,7 +81,7 @@ def require(modules: Iterable[str] = ()) -> None:
 
 def _register_platform() -> None:
     """The ``cpu`` platform, known by name; used only where VERL_PLATFORM=cpu."""
-    from verl_ext.platform import cpu
+    from verl_ext.cpu.platform import cpu
 
     cpu.register()
     # verl settles on its platform while `main_ppo` is imported, before Hydra has read any recipe.
@@ -128,7 +129,8 @@ def _register_estimators(module: Any) -> None:
 
 
 def _extend_trainers(module: Any) -> None:
-    from verl_ext.integration import trainer, wraps
+    from verl_ext.integration import trainer
+    from verl_ext.integration.compat import wraps
 
     trainer.extend_registry()
 
@@ -148,7 +150,7 @@ def _extend_trainers(module: Any) -> None:
 def _one_pass_engines(module: Any) -> None:
     """In a run of ours the FSDP engines can compute all that they read from the logits in one pass."""
     if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import engine
+        from verl_ext.integration.engines import engine
 
         engine.extend_registry()
 
@@ -156,8 +158,8 @@ def _one_pass_engines(module: Any) -> None:
 def _training_engines(module: Any) -> None:
     """In a run of ours the engine's sum of squared probabilities is computed in float32, too."""
     if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import wraps
-        from verl_ext.methods.vocabulary import sum_pi_squared
+        from verl_ext.integration.compat import wraps
+        from verl_ext.methods.logits.vocabulary import sum_pi_squared
 
         wraps.replace(wraps.SUM_PI_SQUARED, lambda original: sum_pi_squared)
     _one_pass_engines(module)
@@ -167,22 +169,33 @@ def _register_agent_loops(module: Any) -> None:
     for name, target in AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
     if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import notes, wraps
+        from verl_ext.integration import notes
+        from verl_ext.integration.compat import wraps
 
         wraps.replace(wraps.RUN_AGENT_LOOP, notes.noting)
 
 
 def _contain_reward_functions(module: Any) -> None:
     if os.environ.get(STRICT) == "1":
-        from verl_ext.contain import contained_reward_function
-        from verl_ext.integration import wraps
+        from verl_ext.integration.compat import wraps
+        from verl_ext.rollout.shared.contain import contained_reward_function
 
         wraps.replace(wraps.REWARD_FUNCTION, contained_reward_function)
 
 
+def _insert_rollout_parts() -> None:
+    from verl_ext.integration import parts
+    from verl_ext.integration.parts.recovery.nodes import Nodes
+    from verl_ext.rollout.agent_loops import AgentLoops
+    from verl_ext.rollout.default_rewards import Rewards
+
+    parts.insert(AgentLoops, after=Nodes)
+    parts.insert(Rewards, after=AgentLoops)
+
+
 AGENT_LOOPS = {
     "verl_ext_gateway": "verl_ext.rollout.gateway.loop.GatewayLoop",
-    "verl_ext_kernels": "verl_ext.kernels.loop.KernelLoop",
+    "verl_ext_kernels": "verl_ext.rollout.kernels.loop.KernelLoop",
     "verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
     "verl_ext_orchestra": "verl_ext.rollout.orchestra.loop.OrchestraLoop",
     "verl_ext_step_wise": "verl_ext.rollout.step_wise.StepWiseLoop",
@@ -205,7 +218,7 @@ TRAINER_HOOKS = ("verl.trainer.ppo.core_algos", "verl.trainer.ppo.v1", "verl.exp
 
 
 def _hooks() -> dict[str, tuple[str, Callable[[Any], None]]]:
-    from verl_ext.platform import hooks
+    from verl_ext.cpu.platform import hooks
 
     return {**_HOOKS, **hooks.HOOKS}
 
@@ -225,6 +238,7 @@ def _hook(name: str, what: str, function: Callable[[Any], None]) -> Callable[[An
     return run
 
 
+registrations.PARTS.append(_insert_rollout_parts)
 _guard("registering the cpu platform", _register_platform)
 if not _failures:
     _guard("preparing the registrations", _register_hooks)

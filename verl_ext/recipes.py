@@ -26,7 +26,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from verl_ext.overrides import Failure, UsageError
+from verl_ext.common.overrides import Failure, UsageError
 
 GROUP = "recipe"
 """Hydra's config group, and so the name of the folder that holds the files."""
@@ -37,7 +37,7 @@ KINDS = ("estimator", "modifier", "loss", "rejection", "vocabulary", "schedule",
 PACKAGE_LINE = "# @package _global_"
 
 TABLE_LINE = "# verl-ext table"
-"""First line of the files beside the recipes that describe paper tables (:mod:`verl_ext.reproduce.tables`)."""
+"""First line of the files beside the recipes that describe paper tables (:mod:`verl_ext.lab.reproduce.tables`)."""
 
 _HEADER_FIELD = re.compile(r"^(summary|paper|kind):\s*(.*)$")
 

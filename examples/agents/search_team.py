@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.transcripts.read import Choice, read
+from verl_ext.lab.transcripts.read import Choice, read
 
 AGENTS = ("verifier", "searcher", "answerer")
 CURVES = {

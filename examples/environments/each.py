@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl_ext.demo.data import write_task
-from verl_ext.demo.model import Codec, make_model, save_model, train_tokenizer
+from verl_ext.lab.demo.data import write_task
+from verl_ext.lab.demo.model import Codec, make_model, save_model, train_tokenizer
 from verl_ext.rollout.environments.data import build_rows, write_parquet
 from verl_ext.rollout.environments.protocol import reset_result
-from verl_ext.rollout.environments.textarena_env import TextArenaEnvironment, TextArenaGame
+from verl_ext.rollout.environments.shipped.textarena_env import TextArenaEnvironment, TextArenaGame
 
 ONE = (
     "2048 Bandit Blackjack Countdown Crosswords FifteenPuzzle FrozenLake GuessTheNumber LightsOut Mastermind "

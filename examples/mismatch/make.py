@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.methods.logits.logits_pass import token_statistics
 
 #: Pruning levels; the first is the published one, e^-12.
 RHOS = (math.exp(-12), 1e-4, 1e-3, 1e-2)
@@ -139,7 +139,7 @@ def model_logits(prompts: int, tokens: int, seed: int) -> Iterator[tuple[torch.T
     import pandas
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from verl_ext.demo.prepare import prepare_smollm2
+    from verl_ext.lab.demo.prepare import prepare_smollm2
 
     assets = prepare_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(assets.model_path)

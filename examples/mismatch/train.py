@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_ext.report.logs import read_lines
+from verl_ext.lab.report.logs import read_lines
 
 #: Curves: key of the metrics file, title.
 CURVES = {

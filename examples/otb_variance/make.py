@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from token_gradients import products, sample
 
-from verl_ext.demo.prepare import prepare_smollm2
+from verl_ext.lab.demo.prepare import prepare_smollm2
 from verl_ext.methods.otb import otb_advantage
 from verl_ext.methods.trloo import trloo_advantage
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask

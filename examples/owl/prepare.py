@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas
 
-from verl_ext.rollout import geonames
+from verl_ext.lab.demo import geonames
 
 
 def tasks(cities, rng, count):

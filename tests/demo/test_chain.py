@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo.chain import chain, compute_score, count_right, lesson, make_tokenizer, measure
-from verl_ext.demo.model import Codec
-from verl_ext.demo.prepare import prepare_chain
-from verl_ext.demo.recipes import ChainRecipe, samples_recipe, tail_recipe
+from verl_ext.lab.demo.chain import chain, compute_score, count_right, lesson, make_tokenizer, measure
+from verl_ext.lab.demo.model import Codec
+from verl_ext.lab.demo.prepare import prepare_chain
+from verl_ext.lab.demo.recipes import ChainRecipe, samples_recipe, tail_recipe
 
 RECIPES = {"chain": ChainRecipe(), "ends": samples_recipe(), "tail": tail_recipe()}
 SHORT = ChainRecipe(circle=6, steps=(1, 2), lengths=(8, 12), ends=True, wanted=8, train_size=24, val_size=12)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.fuse import RESPONSE_LENGTH, conversation, program, train_tokenizer
-from verl_ext.demo.model import Codec, sample
-from verl_ext.demo.prepare import prepare_fuse
-from verl_ext.demo.recipes import FuseRecipe
-from verl_ext.kernels.languages import CandidateError, read
-from verl_ext.kernels.loop import AGENT_NAME
-from verl_ext.kernels.tasks import held_out, training
+from verl_ext.lab.demo.assets import DemoAssets
+from verl_ext.lab.demo.fuse import RESPONSE_LENGTH, conversation, program, train_tokenizer
+from verl_ext.lab.demo.model import Codec, sample
+from verl_ext.lab.demo.prepare import prepare_fuse
+from verl_ext.lab.demo.recipes import FuseRecipe
+from verl_ext.rollout.kernels.languages import CandidateError, read
+from verl_ext.rollout.kernels.loop import AGENT_NAME
+from verl_ext.rollout.kernels.tasks import held_out, training
 
 RECIPE = FuseRecipe()
 SHORT = FuseRecipe(batch_size=16, warm_up_steps=60)

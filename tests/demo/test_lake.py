@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.lake import (
+from verl_ext.lab.demo.assets import DemoAssets
+from verl_ext.lab.demo.lake import (
     WORDS,
     Walk,
     careful,
@@ -23,9 +23,9 @@ from verl_ext.demo.lake import (
     tiles,
     uniform,
 )
-from verl_ext.demo.model import Codec
-from verl_ext.demo.prepare import prepare_lake
-from verl_ext.demo.recipes import LakeRecipe
+from verl_ext.lab.demo.model import Codec
+from verl_ext.lab.demo.prepare import prepare_lake
+from verl_ext.lab.demo.recipes import LakeRecipe
 from verl_ext.rollout.environments.protocol import Observation
 
 RECIPE = LakeRecipe()

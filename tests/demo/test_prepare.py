@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_ext.cache import home
-from verl_ext.demo.assets import MANIFEST, DemoAssets
-from verl_ext.demo.data import generate, is_held_out
-from verl_ext.demo.prepare import prepare_demo, prepare_lake
-from verl_ext.demo.recipes import WarmupRecipe
+from verl_ext.common.cache import home
+from verl_ext.lab.demo.assets import MANIFEST, DemoAssets
+from verl_ext.lab.demo.data import generate, is_held_out
+from verl_ext.lab.demo.prepare import prepare_demo, prepare_lake
+from verl_ext.lab.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
 SHORT = WarmupRecipe(
@@ -123,7 +123,8 @@ def test_out_is_replaced_with_force_alone_and_never_what_it_did_not_make(tmp_pat
 
 def test_a_terminated_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom verl_ext.demo.assets import prepare\nfrom verl_ext.demo.recipes import LakeRecipe\n"
+        "import sys, time\nfrom verl_ext.lab.demo.assets import prepare\n"
+        "from verl_ext.lab.demo.recipes import LakeRecipe\n"
         "def build(folder, recipe, seed, tell):\n    (folder / 'half').touch()\n    print('builds', flush=True)\n"
         "    time.sleep(600)\n"
         "prepare('lake', LakeRecipe(), build, cache_dir=sys.argv[1])\n"
@@ -181,7 +182,7 @@ def test_tokenizer(assets: DemoAssets) -> None:
 
 
 def test_warm_up_and_chat_template_write_the_same_tokens(assets: DemoAssets) -> None:
-    from verl_ext.demo.model import Codec
+    from verl_ext.lab.demo.model import Codec
 
     tokenizer = AutoTokenizer.from_pretrained(assets.model_path)
     codec = Codec(tokenizer)
@@ -224,7 +225,7 @@ def test_no_question_is_on_both_sides(assets: DemoAssets) -> None:
 
 
 def test_too_few_questions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.demo.data.is_held_out", lambda question: question.endswith(" 3 - 5 ="))
+    monkeypatch.setattr("verl_ext.lab.demo.data.is_held_out", lambda question: question.endswith(" 3 - 5 ="))
     with pytest.raises(ValueError, match=r"chain_sum .* gave only \d+ of 64 validation questions"):
         generate("chain_sum", SHORT.config, 64, seed=0, held_out=True)
     assert len(generate("chain_sum", SHORT.config, 64, seed=0, held_out=False)) == 64

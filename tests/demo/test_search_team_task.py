@@ -12,12 +12,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_ext import cli
-from verl_ext.demo import search_team
-from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.model import Codec
-from verl_ext.demo.prepare import prepare_search_team
-from verl_ext.demo.recipes import SearchTeamRecipe
-from verl_ext.demo.tasks import SEARCH_TEAM
+from verl_ext.lab.demo import search_team
+from verl_ext.lab.demo.assets import DemoAssets
+from verl_ext.lab.demo.model import Codec
+from verl_ext.lab.demo.prepare import prepare_search_team
+from verl_ext.lab.demo.recipes import SearchTeamRecipe
+from verl_ext.lab.demo.tasks import SEARCH_TEAM
 from verl_ext.rewards.qa import compute_score
 from verl_ext.rollout.orchestra.loop import AGENT_NAME
 from verl_ext.rollout.orchestra.search import answerer, searcher, verifier

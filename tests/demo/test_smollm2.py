@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_ext.demo.model import train_tokenizer
-from verl_ext.demo.prepare import prepare_smollm2
-from verl_ext.demo.smollm2 import find_gguf, mend_tokenizer
+from verl_ext.lab.demo.model import train_tokenizer
+from verl_ext.lab.demo.prepare import prepare_smollm2
+from verl_ext.lab.demo.smollm2 import find_gguf, mend_tokenizer
 
 
 @pytest.fixture

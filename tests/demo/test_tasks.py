@@ -13,11 +13,11 @@ import verl  # noqa: F401  # its plugins let Hydra find the recipes
 from hydra import compose
 
 from verl_ext import cli
-from verl_ext.demo import run, tasks
-from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.curve import draw, estimated, read_metrics
-from verl_ext.demo.recipes import LakeRecipe, SearchTeamRecipe, wide_lake_recipe
-from verl_ext.overrides import UsageError
+from verl_ext.common.overrides import UsageError
+from verl_ext.lab.demo import run, tasks
+from verl_ext.lab.demo.assets import DemoAssets
+from verl_ext.lab.demo.curve import draw, estimated, read_metrics
+from verl_ext.lab.demo.recipes import LakeRecipe, SearchTeamRecipe, wide_lake_recipe
 from verl_ext.rollout.environments.data import write_parquet
 
 
@@ -96,7 +96,7 @@ def test_the_command_line_knows_the_tasks(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_overrides_compose_and_pass_the_checks(task: str, recipes: list[str], loop: str, tmp_path: Path) -> None:
     from verl_ext.integration import checks
-    from verl_ext.integration.parts import updates
+    from verl_ext.integration.parts.update import updates
     from verl_ext.rollout.environments.options import read_options
     from verl_ext.rollout.orchestra import settings
 

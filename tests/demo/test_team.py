@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_prepare import SHORT
 
-from verl_ext.demo import team as module
-from verl_ext.demo.prepare import prepare_demo, prepare_team
+from verl_ext.lab.demo import team as module
+from verl_ext.lab.demo.prepare import prepare_demo, prepare_team
 from verl_ext.rollout.orchestra.core import Agent, Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.settings import OrchestraSettings, line_up
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
@@ -42,7 +42,7 @@ class Script:
 
 
 def play(*lines: str, **options: Any) -> tuple[Result, Script, Team]:
-    settings = OrchestraSettings(name="second_try", modules=("verl_ext.demo.team",), options=options)
+    settings = OrchestraSettings(name="second_try", modules=("verl_ext.lab.demo.team",), options=options)
     lineup = line_up(settings)
     engine = Script(*lines)
     team = Team(engine)

@@ -9,9 +9,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from verl_ext.demo.data import dataset_config, generate
-from verl_ext.demo.model import GIVE_UP, Codec, conversation, make_model, measure, sample, train_tokenizer, warm_up
-from verl_ext.demo.recipes import WarmupRecipe
+from verl_ext.lab.demo.data import dataset_config, generate
+from verl_ext.lab.demo.model import (
+    GIVE_UP,
+    Codec,
+    conversation,
+    make_model,
+    measure,
+    sample,
+    train_tokenizer,
+    warm_up,
+)
+from verl_ext.lab.demo.recipes import WarmupRecipe
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
 CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import wrapt
 
-from verl_ext.platform import cpu, hooks
+from verl_ext.cpu.platform import cpu, hooks
 
 cpu.register()
 for module, (_, function) in hooks.HOOKS.items():

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from verl_ext.rollout.environments import Observation
-from verl_ext.rollout.environments.gymnasium_env import GymnasiumEnvironment
+from verl_ext.rollout.environments.shipped.gymnasium_env import GymnasiumEnvironment
 
 
 class AnyWordLake(GymnasiumEnvironment):

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
 
 # A node that is gone refuses each check at once and is dead after three seconds; a busy one has 90 to answer.
 HEALTH = {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-from verl_ext.integration.token_kl import IDS, LOG_PROBS
+from verl_ext.integration.engines.token_kl import IDS, LOG_PROBS
 
 
 def recorded(prompt: int, session: int, turn: int) -> list[int]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
 
 HERE = Path(__file__).resolve().parent
 #: What a launcher says to get a copy of the process with the imports, which is one that workers are copied from.

@@ -20,8 +20,8 @@ from standing_ray import StandingRay
 from test_models_runs import train
 from test_separate_async import SEPARATE
 
-from verl_ext.integration.parts import nodes as parts
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
+from verl_ext.integration.parts.recovery import nodes as parts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(5400)]
 

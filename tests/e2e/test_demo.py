@@ -13,7 +13,7 @@ import pytest
 from harness import Run
 from standing_ray import COPIED_WORKERS, StandingRay
 
-from verl_ext.whatif.records import advantages, read
+from verl_ext.lab.whatif.records import advantages, read
 
 pytestmark = pytest.mark.e2e
 

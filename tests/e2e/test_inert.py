@@ -14,7 +14,7 @@ import yaml
 from harness import Lab
 from standing_ray import StandingRay
 
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
 from verl_ext.recipes import recipe_root
 
 pytestmark = pytest.mark.e2e

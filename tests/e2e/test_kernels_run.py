@@ -17,11 +17,11 @@ from harness import CHAT_TEMPLATE, Lab, eventually, processes, small_llama, step
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.kernels.command import arguments, run
-from verl_ext.kernels.judge import STATUSES
-from verl_ext.kernels.stts import read
-from verl_ext.kernels.tasks import STAGES, training
+from verl_ext.lab.kernels.command import arguments, run
+from verl_ext.lab.kernels.stts import read
 from verl_ext.methods.kernel_reward import kernel_reward
+from verl_ext.rollout.kernels.judge import STATUSES
+from verl_ext.rollout.kernels.tasks import STAGES, training
 
 CHAINS = [task.stages for task in training()[:4]]
 

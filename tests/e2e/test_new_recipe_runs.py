@@ -12,7 +12,7 @@ import pytest
 from harness import Lab
 from standing_ray import COPIED_WORKERS, StandingRay
 
-from verl_ext.new_recipe import new_recipe
+from verl_ext.lab.new_recipe import new_recipe
 
 
 @pytest.mark.e2e

@@ -12,12 +12,12 @@ import pytest
 from harness import Lab
 from test_main_job import finite
 
-from verl_ext.demo.prepare import prepare_search_team
-from verl_ext.demo.recipes import SearchTeamRecipe
-from verl_ext.demo.search_team import CITIES, HILLS, question
+from verl_ext.lab.demo.prepare import prepare_search_team
+from verl_ext.lab.demo.recipes import SearchTeamRecipe
+from verl_ext.lab.demo.search_team import CITIES, HILLS, question
+from verl_ext.lab.transcripts.read import Choice, read
 from verl_ext.rewards.qa import exact_match
 from verl_ext.rollout.orchestra.search import answerer, searcher, verifier
-from verl_ext.transcripts.read import Choice, read
 
 pytestmark = pytest.mark.e2e
 

@@ -17,8 +17,8 @@ from scripted_loops import distributions, recorded
 from transformers import AutoModelForCausalLM
 
 from verl_ext import cli
+from verl_ext.lab.transcripts.read import Choice, read
 from verl_ext.methods.rejection import exact_token_kl, top_k_token_kl
-from verl_ext.transcripts.read import Choice, read
 
 pytestmark = pytest.mark.e2e
 

@@ -23,7 +23,7 @@ def main(out: str, rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin
+    from verl_ext.integration.engines.agent_gradients import AGENT, AGENTS, AgentGradientsMixin
 
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)

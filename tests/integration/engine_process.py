@@ -99,7 +99,7 @@ def main(model: str, out: str, rank: int, world: int) -> None:
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration.engine import OnePassMixin, engine_info
+    from verl_ext.integration.engines.engine import OnePassMixin, engine_info
 
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def empty(engine: Any, vocabulary: int) -> dict[str, Any]:
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration.engine import engine_info
+    from verl_ext.integration.engines.engine import engine_info
 
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, **LOSS)
     found = {}
@@ -191,7 +191,7 @@ def steps(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration.update_step import LEARNING_RATE, NORMALISE
+    from verl_ext.integration.engines.update_step import LEARNING_RATE, NORMALISE
 
     start = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     kept = {"some": [1 - i % 2 for i in chosen], "none": [0 for _ in chosen], "every": [1 for _ in chosen]}
@@ -250,9 +250,9 @@ def agents(engine: Any, chosen: list[int], vocabulary: int) -> dict[str, Any]:
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration.agent_gradients import AGENT
-    from verl_ext.integration.agent_gradients import AGENTS as COUNT
-    from verl_ext.integration.engine import engine_info
+    from verl_ext.integration.engines.agent_gradients import AGENT
+    from verl_ext.integration.engines.agent_gradients import AGENTS as COUNT
+    from verl_ext.integration.engines.engine import engine_info
 
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_kl_loss=True, kl_loss_coef=0.3, **LOSS
@@ -322,7 +322,7 @@ def sharded_vocabulary(engine: Any, vocabulary: int) -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from verl_ext.integration.engine import engine_info
+    from verl_ext.integration.engines.engine import engine_info
 
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     found = {}
@@ -351,7 +351,7 @@ def ulysses(engine: Any, vocabulary: int) -> dict[str, Any]:
     import torch
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
-    from verl_ext.integration.engine import engine_info
+    from verl_ext.integration.engines.engine import engine_info
 
     set_ulysses_sequence_parallel_group(torch.distributed.group.WORLD)
     engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, torch.distributed.get_world_size()

@@ -157,7 +157,7 @@ def run(worker: Any, case: dict[str, Any], rank: int, world: int) -> dict[str, A
     from verl.workers.config import ActorConfig, FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration.parts import updates
+    from verl_ext.integration.parts.update import updates
 
     rows, count = list(case["rows"]), case["updates"]
     multiple = 4 if count is None else updates.row_multiple(CONFIG, count, world, critic=False)

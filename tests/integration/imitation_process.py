@@ -24,8 +24,8 @@ def main(model: str, teacher: str, out: str, rank: int) -> None:
     from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from verl_ext.integration import imitation
     from verl_ext.integration.config import HybridImitationPolicyLossConfig
+    from verl_ext.integration.engines import imitation
 
     torch.distributed.init_process_group("gloo")
     reference, actor = fsdp_engine(teacher, forward_only=True), fsdp_engine(model)
@@ -87,7 +87,7 @@ def token_kl(actor: Any, sampler: str, vocabulary: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.integration.token_kl import IDS, LOG_PROBS, WANTED
+    from verl_ext.integration.engines.token_kl import IDS, LOG_PROBS, WANTED
 
     network = AutoModelForCausalLM.from_pretrained(sampler, dtype=torch.float32)
     chosen, every = list(range(len(LENGTHS))), rows(vocabulary)

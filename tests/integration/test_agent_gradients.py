@@ -17,11 +17,11 @@ from ranks import run_ranks, starts_ranks
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_ext.integration.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
 from verl_ext.integration.columns import VALID, ActiveBatch, RowFieldMissing, active
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import agent_gradients
-from verl_ext.integration.parts.agent_gradients import AgentGradients
+from verl_ext.integration.engines.agent_gradients import AGENT, AGENTS, AgentGradientsMixin, through_rows
+from verl_ext.integration.parts.update import agent_gradients
+from verl_ext.integration.parts.update.agent_gradients import AgentGradients
+from verl_ext.integration.settings.options import OptionError
 
 
 def config(value: Any = True, **changes: Any) -> Any:

@@ -11,7 +11,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_ext.integration import checks
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 CORRECTION = "algorithm.rollout_correction"

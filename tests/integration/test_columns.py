@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_ext.integration import columns
-from verl_ext.integration.parts import methods
+from verl_ext.integration.parts.advantage import methods
 
 
 def test_key_is_split_from_the_right() -> None:

@@ -24,11 +24,13 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_ext.integration import checks, dvp, engine, wraps
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.pruning import Outside, PrunedUpdates, Pruning, hide_outside
+from verl_ext.cpu.engine.sampling import BatchSampling, SamplingParams, sample
+from verl_ext.integration import checks, dvp
+from verl_ext.integration.compat import wraps
+from verl_ext.integration.engines import engine
+from verl_ext.integration.parts.update.pruning import Outside, PrunedUpdates, Pruning, hide_outside
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
-from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
 
 RHO = 6.144e-6
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -306,7 +308,7 @@ def test_embedded_server_takes_what_the_client_sends() -> None:
 @pytest.mark.parametrize("rho", [0.05, 1e-3, 6.144e-6, 1.0])
 def test_embedded_sampler_and_trainer_have_the_same_set(rho: float, temperature: float) -> None:
     """On equal logits: same tokens (also at the very edge), same renormalised log-probabilities, in float32."""
-    from verl_ext.methods.logits_pass import token_statistics
+    from verl_ext.methods.logits.logits_pass import token_statistics
 
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(64, 300, generator=generator)
@@ -329,7 +331,7 @@ def test_embedded_sampler_and_trainer_have_the_same_set(rho: float, temperature:
     torch.testing.assert_close(found.log_probs, log_probs, rtol=1e-6, atol=2e-6)
     assert bool(members[torch.arange(64).repeat(200), tokens].all())
     # the sampler's own set, token by token
-    from verl_ext.rollout.embedded.sampling import _truncate
+    from verl_ext.cpu.engine.sampling import _truncate
 
     kept = torch.isfinite(_truncate(logits if temperature == 1.0 else logits / temperature, batch))
     assert torch.equal(kept, members)
@@ -341,8 +343,8 @@ def test_embedded_engine_samples_inside_the_trainers_set(temperature: float) -> 
     """Rollouts of a model, scored by one forward pass over the whole sequences as the trainer does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from verl_ext.methods.logits_pass import token_statistics
-    from verl_ext.rollout.embedded.engine import GenerationEngine, Request
+    from verl_ext.cpu.engine.engine import GenerationEngine, Request
+    from verl_ext.methods.logits.logits_pass import token_statistics
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -16,15 +16,15 @@ from omegaconf import OmegaConf
 from ranks import run_ranks, starts_ranks
 from tensordict import TensorDict
 
-from verl_ext.integration import engine
-from verl_ext.integration.agent_gradients import AgentGradientsMixin
-from verl_ext.integration.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
-from verl_ext.integration.imitation import ImitationMixin
-from verl_ext.integration.micro_batch import ONE_PASS
-from verl_ext.integration.parts.pruning import Pruning
-from verl_ext.integration.token_kl import TokenKLMixin
-from verl_ext.integration.update_step import UpdateStepMixin
-from verl_ext.integration.wraps import STRICT
+from verl_ext.integration.compat.wraps import STRICT
+from verl_ext.integration.engines import engine
+from verl_ext.integration.engines.agent_gradients import AgentGradientsMixin
+from verl_ext.integration.engines.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
+from verl_ext.integration.engines.imitation import ImitationMixin
+from verl_ext.integration.engines.micro_batch import ONE_PASS
+from verl_ext.integration.engines.token_kl import TokenKLMixin
+from verl_ext.integration.engines.update_step import UpdateStepMixin
+from verl_ext.integration.parts.update.pruning import Pruning
 
 HERE = Path(__file__).parent
 LAYOUTS = ("padded", "packed")
@@ -369,7 +369,7 @@ def test_engine_is_told_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_of_a_step_runs_every_variant() -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "verl_ext.bench.step", "--json", "--rounds=1", "--rows=2", "--micro=1"),
+            *(sys.executable, "-m", "verl_ext.lab.bench.step", "--json", "--rounds=1", "--rows=2", "--micro=1"),
             *("--vocabulary=300", "--prompt=3", "--response=4"),
         ],
         capture_output=True,

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from verl_ext.integration import columns, estimators, metrics
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import weights
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import find_recipe
 
 OURS = ["trloo", "dr_mas", "hgpo", "gigpo", "otb", "maxrl"]

@@ -15,11 +15,12 @@ from ranks import run_ranks, starts_ranks
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_ext.integration import checks, imitation, losses, token_kl
+from verl_ext.integration import checks, losses
 from verl_ext.integration.config import HybridImitationPolicyLossConfig
-from verl_ext.integration.micro_batch import ONE_PASS
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.integration.engines import imitation, token_kl
+from verl_ext.integration.engines.micro_batch import ONE_PASS
+from verl_ext.integration.parts.update.pruning import Pruning
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 LOSS = "actor_rollout_ref.actor.policy_loss"

@@ -18,7 +18,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from verl_ext.integration import checks, launch
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.sandbox import SandboxOptions
 
 pytestmark = pytest.mark.usefixtures("verl_configuration")

@@ -8,9 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.integration.metrics import logit_update
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.columns import Columns
-from verl_ext.integration.parts.variance_proxy import VarianceProxy
+from verl_ext.integration.parts.advantage.columns import Columns
+from verl_ext.integration.parts.advantage.variance_proxy import VarianceProxy
+from verl_ext.integration.settings.options import OptionError
 
 
 def test_is_the_norm_of_the_gradient_with_respect_to_the_logits() -> None:

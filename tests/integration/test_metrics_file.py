@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from verl.utils.tracking import FileLogger
 
-from verl_ext.integration.parts.metrics_file import keep_earlier_metrics
+from verl_ext.integration.parts.outputs.metrics_file import keep_earlier_metrics
 
 
 @pytest.fixture

@@ -23,11 +23,14 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.integration import notes, parts, wraps
+from verl_ext.integration import notes, parts
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import columns, missing, updates
-from verl_ext.integration.parts.pruning import Pruning
+from verl_ext.integration.compat import wraps
+from verl_ext.integration.parts.advantage import columns
+from verl_ext.integration.parts.recovery import missing
+from verl_ext.integration.parts.update import updates
+from verl_ext.integration.parts.update.pruning import Pruning
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 pytestmark = pytest.mark.slow  # starts Ray
@@ -300,7 +303,7 @@ def test_values_that_are_not_true_or_false_are_refused(clean: Any, value: Any) -
 
 def test_row_fields_are_read_in_the_order_that_the_estimators_see() -> None:
     """`Updates` deals rows to mini-batches; fields read before that would belong to other rows."""
-    assert parts.PARTS.index(updates.Updates) < parts.PARTS.index(columns.Columns)
+    assert parts.all_parts().index(updates.Updates) < parts.all_parts().index(columns.Columns)
     part = columns.Columns(CONFIG)
     part._keys = ["a_0_0", "b_0_0"]
     with pytest.raises(RuntimeError, match="another order after their row fields were read"):

@@ -25,14 +25,15 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_ext import cli
-from verl_ext.integration import checks, model_options
+from verl_ext.cpu.platform import settings
+from verl_ext.integration import checks
 from verl_ext.integration.columns import BatchError, has_token, is_trained
 from verl_ext.integration.models import command, lead, members, separate
 from verl_ext.integration.models.side import ModelSide
-from verl_ext.integration.options import OptionError
 from verl_ext.integration.parts import reduction
-from verl_ext.integration.parts.columns import Columns, engine_columns
-from verl_ext.platform import settings
+from verl_ext.integration.parts.advantage.columns import Columns, engine_columns
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import OptionError
 
 RUN = (
     "+recipe=[dr_mas,cpu]",
@@ -767,7 +768,7 @@ def test_servers_and_workers_of_a_model_have_the_same_numbers(monkeypatch: pytes
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplica
 
-    from verl_ext.rollout.embedded.replica import EmbeddedReplica, server_name
+    from verl_ext.cpu.engine.replica import EmbeddedReplica, server_name
 
     launched = []
 
@@ -835,8 +836,8 @@ def test_a_model_that_is_not_trained_is_servers_alone(
     from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 
+    from verl_ext.cpu.engine.replica import EmbeddedReplica
     from verl_ext.integration.models import served
-    from verl_ext.rollout.embedded.replica import EmbeddedReplica
 
     said: list[Any] = []
 

@@ -25,13 +25,15 @@ from verl.trainer.ppo.utils import Role, need_reference_policy
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
-from verl_ext.integration import checks, columns, engine, model_options, parts, token_kl
+from verl_ext.integration import checks, columns, parts
+from verl_ext.integration.compat.wraps import STRICT
+from verl_ext.integration.engines import engine, token_kl
 from verl_ext.integration.models import members
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.side import own_parts
-from verl_ext.integration.options import has_critic
-from verl_ext.integration.parts import pruning, rejection
-from verl_ext.integration.wraps import STRICT
+from verl_ext.integration.parts.update import pruning, rejection
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import has_critic
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verl_configuration")]  # starts Ray
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.integration.parts import nodes
+from verl_ext.integration.parts.recovery import nodes
 
 
 @pytest.mark.parametrize("count", [1, 2])

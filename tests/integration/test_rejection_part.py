@@ -18,15 +18,16 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 
 from verl_ext.integration import checks, columns
+from verl_ext.integration.compat.wraps import STRICT
 from verl_ext.integration.metrics import learning_signal
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import PARTS, checkpoints, rejection
-from verl_ext.integration.parts.columns import Columns, dicts
-from verl_ext.integration.parts.length_lr import LengthLearningRate
-from verl_ext.integration.parts.methods import LearningSignal, Methods
-from verl_ext.integration.parts.modifiers import Modifiers
-from verl_ext.integration.parts.pruning import Outside, Pruning
-from verl_ext.integration.wraps import STRICT
+from verl_ext.integration.parts import all_parts, checkpoints
+from verl_ext.integration.parts.advantage.columns import Columns, dicts
+from verl_ext.integration.parts.advantage.methods import LearningSignal, Methods
+from verl_ext.integration.parts.advantage.modifiers import Modifiers
+from verl_ext.integration.parts.update import rejection
+from verl_ext.integration.parts.update.length_lr import LengthLearningRate
+from verl_ext.integration.parts.update.pruning import Outside, Pruning
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "methods"))
@@ -182,7 +183,7 @@ def trainer_of(cfg: Any) -> Any:
     trainer = cls.__new__(cls)
     trainer.config, trainer.tokenizer = cfg, Tokenizer()
     tried = (Columns, rejection.RejectionRules, Pruning, Methods, Modifiers, LearningSignal)
-    trainer.parts = tuple(part(cfg, trainer) for part in PARTS if part in tried and part.wanted(cfg))
+    trainer.parts = tuple(part(cfg, trainer) for part in all_parts() if part in tried and part.wanted(cfg))
     trainer._rows = columns.ActiveBatch(columns={})
     return trainer
 
@@ -319,7 +320,7 @@ def test_an_agent_loop_may_say_what_a_void_turn_is(store: Any) -> None:
 
 
 def test_exact_divergence_comes_from_the_engine_and_the_distributions_go(store: Any) -> None:
-    from verl_ext.integration.token_kl import COLUMN, IDS, LOG_PROBS, WANTED
+    from verl_ext.integration.engines.token_kl import COLUMN, IDS, LOG_PROBS, WANTED
 
     overrides = [*EXACT, "algorithm.mrs.level=null", "algorithm.mrs.veto=null", "+algorithm.trm.avg=null"]
     trainer = trainer_of(config("+recipe=[grpo,mrs]", *overrides, "+algorithm.trm.max=0.25"))

@@ -13,9 +13,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, row_fields
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import methods, rollouts, train_agents
-from verl_ext.integration.parts.columns import Columns
+from verl_ext.integration.parts.advantage import methods, rollouts, train_agents
+from verl_ext.integration.parts.advantage.columns import Columns
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.methods.returns import turn_returns
 
 

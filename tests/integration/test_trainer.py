@@ -14,13 +14,15 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_ext.integration import columns, wraps
+from verl_ext.integration import columns
+from verl_ext.integration.compat import wraps
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.models.side import ModelSide
-from verl_ext.integration.parts import checkpoints, methods, uses_verl_ext
+from verl_ext.integration.parts import checkpoints, uses_verl_ext
+from verl_ext.integration.parts.advantage import methods
+from verl_ext.integration.parts.advantage.methods import complete
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.parts.methods import complete
 from verl_ext.integration.parts.reduction import reduced
 from verl_ext.integration.trainer import VerlExtTrainer, extend_registry
 

@@ -21,9 +21,9 @@ from ports import free_port
 from transfer_queue import KVBatchMeta
 
 from verl_ext.integration.columns import EMPTY, VALID, ActiveBatch, BatchError, has_token, is_trained
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts import updates
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.update import updates
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.integration.trainer import VerlExtTrainer
 
 sys.path.insert(0, str(Path(__file__).parent))

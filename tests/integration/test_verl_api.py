@@ -25,12 +25,14 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 import verl_ext
 from verl_ext import plugin
-from verl_ext.integration import agent_gradients, dvp, engine, update_step, verl_api, wraps
+from verl_ext.cpu.platform.engine import CpuFsdpMixin
+from verl_ext.integration import dvp
+from verl_ext.integration.compat import verl_api, wraps
+from verl_ext.integration.engines import agent_gradients, engine, update_step
 from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.parts.metrics_file import MetricsFile
+from verl_ext.integration.parts.outputs.metrics_file import MetricsFile
 from verl_ext.integration.trainer import VerlExtTrainer
-from verl_ext.platform.engine import CpuFsdpMixin
 
 PACKAGE = Path(verl_ext.__file__).parent
 MERGE = verl_api.first(ContinuousTokenBuilder, "merge_context_tokens", "merge_non_assistant_tokens").__name__

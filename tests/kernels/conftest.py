@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from own_ray import own_ray
 
-from verl_ext.kernels.judge import Judge, Verdict
-from verl_ext.kernels.options import JudgeOptions
-from verl_ext.kernels.tasks import Task
+from verl_ext.rollout.kernels.judge import Judge, Verdict
+from verl_ext.rollout.kernels.options import JudgeOptions
+from verl_ext.rollout.kernels.tasks import Task
 
 #: Few pairs and looks: these tests ask what is right and what is paid, and nothing about precision.
 QUICK = JudgeOptions(pairs=3, max_pairs=3, looks=10, run_s=2.0)
@@ -25,7 +25,7 @@ def judge() -> Iterator[Judge]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with own_ray(2, "verl_ext.kernels.pool"):
+    with own_ray(2, "verl_ext.rollout.kernels.pool"):
         yield
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from triton_programs import TASK, TRITON, forward
 
-from verl_ext.kernels.cuda import Cuda
-from verl_ext.kernels.hacks import HACKS, HONEST, Hack
-from verl_ext.kernels.judge import Judge
-from verl_ext.kernels.options import JudgeOptions
-from verl_ext.kernels.tasks import Task
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.lab.kernels.hacks import HACKS, HONEST, Hack
+from verl_ext.methods.logits.logits_pass import token_statistics
+from verl_ext.rollout.kernels.judge import Judge
+from verl_ext.rollout.kernels.options import JudgeOptions
+from verl_ext.rollout.kernels.players.cuda import Cuda
+from verl_ext.rollout.kernels.tasks import Task
 
 RIGHT = "return launch(x, a, b)"
 HOG = (

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_ext.kernels import player
-from verl_ext.kernels.cuda import Cuda
-from verl_ext.kernels.judge import Judge
-from verl_ext.kernels.seat import DeviceSeat
+from verl_ext.rollout.kernels.judge import Judge
+from verl_ext.rollout.kernels.players import player
+from verl_ext.rollout.kernels.players.cuda import Cuda
+from verl_ext.rollout.kernels.seat import DeviceSeat
 
 
 class StandIn(Cuda):

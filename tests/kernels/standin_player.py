@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_ext.kernels import triton_player  # noqa: F401  (first: it decides that Triton interprets)
+from verl_ext.rollout.kernels.players import triton_player  # noqa: F401  (first: it decides that Triton interprets)
 
-from verl_ext.kernels import cuda_player  # isort: skip
+from verl_ext.rollout.kernels.players import cuda_player  # isort: skip
 from standin import StandIn
 
 

@@ -15,11 +15,11 @@ from conftest import QUICK
 from standin import StandInJudge
 from triton_programs import GOES, TASK, TRITON, forward
 
-from verl_ext.integration.options import OptionError
-from verl_ext.kernels.cuda import Cuda
-from verl_ext.kernels.judge import Judge
-from verl_ext.kernels.options import KernelOptions, check_kernels
-from verl_ext.kernels.seat import Infrastructure
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.rollout.kernels.judge import Judge
+from verl_ext.rollout.kernels.options import KernelOptions, check_kernels
+from verl_ext.rollout.kernels.players.cuda import Cuda
+from verl_ext.rollout.kernels.seat import Infrastructure
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
 
 OPTIONS = dataclasses.replace(QUICK, backend="triton", language="triton", batch=2)

@@ -10,9 +10,9 @@ import pytest
 from conftest import QUICK, most
 from weak import WITHOUT
 
-from verl_ext.kernels.hacks import HACKS, HONEST, Hack
-from verl_ext.kernels.judge import Judge
-from verl_ext.kernels.tasks import Task
+from verl_ext.lab.kernels.hacks import HACKS, HONEST, Hack
+from verl_ext.rollout.kernels.judge import Judge
+from verl_ext.rollout.kernels.tasks import Task
 
 
 def by_name(hack: Hack) -> str:

@@ -20,15 +20,15 @@ import re2
 import torch
 from conftest import QUICK, most
 
-from verl_ext.integration.options import OptionError
-from verl_ext.kernels import compiler, coverage, languages, seat, tasks
-from verl_ext.kernels.bench import shared
-from verl_ext.kernels.feedback import feedback, prompt, scrub
-from verl_ext.kernels.judge import STATUSES, Judge, Verdict, _how_wrong, fastest, interval, ratio
-from verl_ext.kernels.languages import CandidateError
-from verl_ext.kernels.options import JudgeOptions, KernelOptions, check_kernels
-from verl_ext.kernels.seat import Infrastructure
-from verl_ext.kernels.tasks import Task
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.lab.kernels.bench import shared
+from verl_ext.rollout.kernels import compiler, coverage, languages, seat, tasks
+from verl_ext.rollout.kernels.feedback import feedback, prompt, scrub
+from verl_ext.rollout.kernels.judge import STATUSES, Judge, Verdict, _how_wrong, fastest, interval, ratio
+from verl_ext.rollout.kernels.languages import CandidateError
+from verl_ext.rollout.kernels.options import JudgeOptions, KernelOptions, check_kernels
+from verl_ext.rollout.kernels.seat import Infrastructure
+from verl_ext.rollout.kernels.tasks import Task
 
 TASK = Task.of("mul add relu")
 C = """```c
@@ -198,8 +198,8 @@ def test_errors_in_words_and_in_tolerances(judge: Judge) -> None:
 
 LINES = '''"""A language of a user's: a line for each kernel, the stages that it does."""
 
-from verl_ext.kernels.languages import CandidateError, Program
-from verl_ext.kernels.player import launcher
+from verl_ext.rollout.kernels.languages import CandidateError, Program
+from verl_ext.rollout.kernels.players.player import launcher
 
 HOW = "Write in one fenced block, for each kernel, a line: times or plus."
 CODE = {"times": "y[i] = x[i] * a[i % C];", "plus": "y[i] = x[i] + b[i % C];"}

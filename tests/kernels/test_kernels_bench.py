@@ -9,9 +9,9 @@ import math
 import pytest
 
 from verl_ext.cli import main
-from verl_ext.kernels import bench
-from verl_ext.kernels.bench import candidates
-from verl_ext.kernels.judge import Judge
+from verl_ext.lab.kernels import bench
+from verl_ext.lab.kernels.bench import candidates
+from verl_ext.rollout.kernels.judge import Judge
 
 
 @pytest.mark.slow

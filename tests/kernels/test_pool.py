@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import ray
 
-from verl_ext.kernels.options import KernelOptions
-from verl_ext.kernels.pool import Pool, Verdicts
-from verl_ext.kernels.seat import Infrastructure
-from verl_ext.kernels.tasks import Task
+from verl_ext.rollout.kernels.options import KernelOptions
+from verl_ext.rollout.kernels.pool import Pool, Verdicts
+from verl_ext.rollout.kernels.seat import Infrastructure
+from verl_ext.rollout.kernels.tasks import Task
 
 TASK = Task.of("mul add relu")
 OPTIONS = KernelOptions(pairs=3, max_pairs=3, looks=10, workers=1)

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from verl_ext import cli
-from verl_ext.kernels import problems
-from verl_ext.kernels.feedback import prompt
-from verl_ext.kernels.judge import Judge
-from verl_ext.kernels.loop import KernelLoop
-from verl_ext.kernels.options import KernelOptions
-from verl_ext.kernels.seat import Infrastructure
-from verl_ext.kernels.tasks import Task
+from verl_ext.rollout.kernels import problems
+from verl_ext.rollout.kernels.feedback import prompt
+from verl_ext.rollout.kernels.judge import Judge
+from verl_ext.rollout.kernels.loop import KernelLoop
+from verl_ext.rollout.kernels.options import KernelOptions
+from verl_ext.rollout.kernels.seat import Infrastructure
+from verl_ext.rollout.kernels.tasks import Task
 
 
 def problem(name: str, forward: str, inputs: str, init: str = "", made: str = "") -> Task:
@@ -200,4 +200,4 @@ def test_a_reference_that_fails_is_nobodys_fault(judge: Judge, where: str) -> No
 def test_the_judges_process_stays_as_it_is(judge: Judge) -> None:
     """Triton is interpreted in players alone: in a process that judges or trains it may be needed for a GPU."""
     assert judge.evaluate(RELU, "nothing", "triton").status == "no_code"
-    assert "TRITON_INTERPRET" not in os.environ and "verl_ext.kernels.problem_player" not in sys.modules
+    assert "TRITON_INTERPRET" not in os.environ and "verl_ext.rollout.kernels.players.problem_player" not in sys.modules

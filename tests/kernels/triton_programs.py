@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from verl_ext.kernels.tasks import Task
+from verl_ext.rollout.kernels.tasks import Task
 
 TASK = Task.of("mul add relu")
 TRITON = """import torch, triton, time

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from verl_ext.kernels import tasks
-from verl_ext.kernels.compiler import Library
-from verl_ext.kernels.judge import Judge, Verdict
-from verl_ext.kernels.languages import Program
-from verl_ext.kernels.options import JudgeOptions
-from verl_ext.kernels.seat import Seat
-from verl_ext.kernels.tasks import Task
 from verl_ext.methods.kernel_reward import profiling_reward
+from verl_ext.rollout.kernels import tasks
+from verl_ext.rollout.kernels.compiler import Library
+from verl_ext.rollout.kernels.judge import Judge, Verdict
+from verl_ext.rollout.kernels.languages import Program
+from verl_ext.rollout.kernels.options import JudgeOptions
+from verl_ext.rollout.kernels.seat import Seat
+from verl_ext.rollout.kernels.tasks import Task
 from verl_ext.sandbox import Limits, Sandbox
 
 STAGES = ["mul", "add", "relu"] * 3
@@ -136,7 +136,9 @@ class Uncaged(LateJudge):
     def __init__(self, options: JudgeOptions) -> None:
         super().__init__(options)
         self.sandbox.close()
-        self.sandbox = Sandbox(Limits(workers=80), "rlimits", modules=["uncaged", "verl_ext.kernels.player"])
+        self.sandbox = Sandbox(
+            Limits(workers=80), "rlimits", modules=["uncaged", "verl_ext.rollout.kernels.players.player"]
+        )
 
 
 class ShownSeat(Seat):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from verl_ext.kernels import player, tasks
+from verl_ext.rollout.kernels import tasks
+from verl_ext.rollout.kernels.players import player
 
 
 def _set_up(memory: int, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], player.Run, list[str]]:

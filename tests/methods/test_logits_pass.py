@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.methods import logits_torch
-from verl_ext.methods.logits_pass import OUT_OF_SET_FLOOR, TokenStatistics, token_statistics
-from verl_ext.rollout.embedded import sampling
+from verl_ext.cpu.engine import sampling
+from verl_ext.methods.logits import logits_torch
+from verl_ext.methods.logits.logits_pass import OUT_OF_SET_FLOOR, TokenStatistics, token_statistics
 
 EVERYTHING: dict[str, Any] = {"entropy": True, "sum_pi_squared": True}
 #: |ours - float64| of results of order 1, from the same logits.
@@ -562,7 +562,7 @@ def test_it_works_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from verl_ext.methods.logits_pass import token_statistics\n"
+        "from verl_ext.methods.logits.logits_pass import token_statistics\n"
         "logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 1])\n"
         "token_statistics(logits, labels, rho=0.5).log_probs.sum().backward()\n"
         "assert float(logits.grad[0, 0]) == 0.75\n"

@@ -11,7 +11,7 @@ import torch
 from vector_cases import case_name, load_cases
 
 from verl_ext.methods.dvp import PUBLISHED_RHO, PrunedLogProbs, pruned_log_probs
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.methods.logits.logits_pass import token_statistics
 
 CASES = load_cases("dvp")
 DTYPES = [torch.float64, torch.float32]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ext.methods import logits_torch, vocabulary
+from verl_ext.methods.logits import logits_torch, vocabulary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

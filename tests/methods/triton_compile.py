@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from verl_ext.methods import logits_triton
+from verl_ext.methods.logits import logits_triton
 
 TENSORS = {
     "offsets": "i64", "labels": "i64", "slots": "i64", "temperatures": "fp32", "sums": "fp32", "largest": "fp32",

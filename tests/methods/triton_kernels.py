@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from verl_ext.methods import logits_triton
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.methods.logits import logits_triton
+from verl_ext.methods.logits.logits_pass import token_statistics
 
 
 def compare(logits: torch.Tensor, rho: float, kind: str, entropy: bool, squares: bool) -> None:

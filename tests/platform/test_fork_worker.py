@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.platform import fork_worker
+from verl_ext.cpu.platform import fork_worker
 
 WORKER = """
 import json, os, sys

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from verl_ext.platform.gloo_transfer import GlooCheckpointEngine
+from verl_ext.cpu.platform.gloo_transfer import GlooCheckpointEngine
 
 
 def test_all_receive_what_is_sent_again_and_again() -> None:

@@ -16,8 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from verl_ext.platform import hooks, settings, vllm_cpu
-from verl_ext.platform.fork_worker import IMPORTS
+from verl_ext.cpu.platform import hooks, settings, vllm_cpu
+from verl_ext.cpu.platform.fork_worker import IMPORTS
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_run_on_vllm_is_completed(vllm_031: Path, tmp_path: Path) -> None:
     settings.complete(config)
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {
         "enable_sleep_mode": False,
-        "worker_extension_cls": "verl_ext.platform.vllm_cpu_worker.CpuWorkerExtension",
+        "worker_extension_cls": "verl_ext.cpu.platform.vllm_cpu_worker.CpuWorkerExtension",
         "distributed_executor_backend": "uni",
         "enforce_eager": True,
         # 2 (keys, values) * 2 layers * 2 heads * 32 * 4 bytes, 128 tokens a sequence, 16 sequences
@@ -233,5 +233,5 @@ def test_weight_sync_is_watched_on_the_cpu_alone(platform: str | None, monkeypat
     if platform:
         monkeypatch.setenv("VERL_PLATFORM", platform)
     hooks.HOOKS["verl.workers.rollout.base"][1](module)
-    expected = "verl_ext.platform.vllm_cpu_sync.WatchedServerAdapter" if platform else stock
+    expected = "verl_ext.cpu.platform.vllm_cpu_sync.WatchedServerAdapter" if platform else stock
     assert module._ROLLOUT_REGISTRY[("vllm", "async")] == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from verl_ext.platform.watch import TIMEOUT, Receiver, WatchedSocket, WeightSyncError, timeout_s
+from verl_ext.cpu.platform.watch import TIMEOUT, Receiver, WatchedSocket, WeightSyncError, timeout_s
 
 
 @pytest.fixture

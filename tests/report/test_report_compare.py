@@ -16,10 +16,10 @@ import pytest
 from matplotlib import pyplot
 
 from verl_ext import cli
-from verl_ext.report import compare
-from verl_ext.report.data import page_data
-from verl_ext.report.logs import LogError
-from verl_ext.report.pictures import write_pictures
+from verl_ext.lab.report import compare
+from verl_ext.lab.report.data import page_data
+from verl_ext.lab.report.logs import LogError
+from verl_ext.lab.report.pictures import write_pictures
 
 
 def write(path: Path, steps: dict[int, dict[str, float | None]]) -> Path:

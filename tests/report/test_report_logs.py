@@ -18,10 +18,10 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from verl_ext.html_page import page
-from verl_ext.report import compare
-from verl_ext.report.data import page_data
-from verl_ext.report.logs import LogError, RunLog, find_runs, read_run
+from verl_ext.lab.pages.html_page import page
+from verl_ext.lab.report import compare
+from verl_ext.lab.report.data import page_data
+from verl_ext.lab.report.logs import LogError, RunLog, find_runs, read_run
 
 STEPS = 12
 
@@ -177,7 +177,7 @@ def test_runs_of_all_loggers_beside_each_other(written: Path, tmp_path: Path) ->
     assert [run.name for run in runs] == [written.name, f"{written.name}/events", "an experiment"]
     sections = compare.sections(runs)
     assert [panel.metric for panel in sections[0].panels] == ["val-core/task/reward/mean@4"]
-    html = page("verl_ext.report", title="three", data=page_data(runs, sections, title="three"))
+    html = page("verl_ext.lab.report", title="three", data=page_data(runs, sections, title="three"))
     text = html.split('id="data">')[1].split("</script>")[0]
     infinite = json.loads(text)["metrics"].index("inf")
     values = [series[str(infinite)]["v"][0] for series in json.loads(text)["series"]]

@@ -17,8 +17,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from verl_ext import cli, html_page, live
-from verl_ext.report import command, compare
+from verl_ext import cli
+from verl_ext.lab.pages import html_page, live
+from verl_ext.lab.report import command, compare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import browser as headless  # noqa: E402

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_ext.reproduce.catalogue import find_table, scale_of
-from verl_ext.reproduce.runs import COMPLETE, Run
-from verl_ext.reproduce.tables import Cell
+from verl_ext.lab.reproduce.catalogue import find_table, scale_of
+from verl_ext.lab.reproduce.runs import COMPLETE, Run
+from verl_ext.lab.reproduce.tables import Cell
 
 OTB, LAPTOP = scale_of(find_table("otb"), "laptop")
 CELL = LAPTOP.cells["otb_n4"]

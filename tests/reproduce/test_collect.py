@@ -13,10 +13,10 @@ from typing import Any
 import pandas
 import pytest
 
-from verl_ext.reproduce import collect as collecting
-from verl_ext.reproduce import render, runs
-from verl_ext.reproduce.catalogue import find_table, read_table
-from verl_ext.reproduce.collect import (
+from verl_ext.lab.reproduce import collect as collecting
+from verl_ext.lab.reproduce import render, runs
+from verl_ext.lab.reproduce.catalogue import find_table, read_table
+from verl_ext.lab.reproduce.collect import (
     AGENT_SPIKE,
     DIFFERENT,
     NO_SPREAD,
@@ -30,9 +30,9 @@ from verl_ext.reproduce.collect import (
     collect,
     verdict_of,
 )
-from verl_ext.reproduce.metrics import MetricMissing, Run, evaluate
-from verl_ext.reproduce.noise import Interval
-from verl_ext.reproduce.tables import KINDS, MetricSpec, Table
+from verl_ext.lab.reproduce.metrics import MetricMissing, Run, evaluate
+from verl_ext.lab.reproduce.noise import Interval
+from verl_ext.lab.reproduce.tables import KINDS, MetricSpec, Table
 
 TABLE = """\
 # verl-ext table

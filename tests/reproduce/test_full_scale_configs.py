@@ -20,10 +20,10 @@ from verl.utils.config import validate_config
 from verl_ext.cli import main as cli
 from verl_ext.integration import launch
 from verl_ext.integration.parts import uses_verl_ext
-from verl_ext.reproduce import command, plan
-from verl_ext.reproduce.catalogue import find_table, tables
-from verl_ext.reproduce.prepare import find_source
-from verl_ext.reproduce.tables import Cell, Table
+from verl_ext.lab.reproduce import command, plan
+from verl_ext.lab.reproduce.catalogue import find_table, tables
+from verl_ext.lab.reproduce.prepare import find_source
+from verl_ext.lab.reproduce.tables import Cell, Table
 
 TABLES = tables()
 #: Every cell; those after a table's first two are marked slow, since each composition takes a third of a second.
@@ -359,7 +359,9 @@ def overrides(table: Table, cell: Cell) -> list[str]:
 def test_cell_composes_and_is_valid(
     table: Table, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.kernels.cuda.Cuda.lacks", lambda self: "")  # the GPU that the cells are for
+    monkeypatch.setattr(
+        "verl_ext.rollout.kernels.players.cuda.Cuda.lacks", lambda self: ""
+    )  # the GPU that the cells are for
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # and not this machine's, which has none
     config = compose("ppo_trainer", overrides=overrides(table, cell))
     launch.prepare(config)

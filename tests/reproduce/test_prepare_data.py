@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl_ext.cli import main as cli
-from verl_ext.reproduce import needs, plan, prepare
-from verl_ext.reproduce.catalogue import find_table, tables
-from verl_ext.reproduce.prepare import PrepareError, Source, find_source
+from verl_ext.lab.reproduce import needs, plan, prepare
+from verl_ext.lab.reproduce.catalogue import find_table, tables
+from verl_ext.lab.reproduce.prepare import PrepareError, Source, find_source
 from verl_ext.rewards.arguments import references
 
 AIME = [{"id": n, "problem": f"What is {n} + 1?", "answer": str(n + 1), "url": ""} for n in range(30)]

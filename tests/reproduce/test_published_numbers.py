@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from verl_ext.reproduce.catalogue import tables
-from verl_ext.reproduce.tables import Table
+from verl_ext.lab.reproduce.catalogue import tables
+from verl_ext.lab.reproduce.tables import Table
 
 #: A number: cell, metric, value, certainty, and the cell that it is a difference to (or None).
 Number = tuple[str, str, float, str, str | None]

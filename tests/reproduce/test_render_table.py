@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pandas
 import pytest
 
-from verl_ext.reproduce import render, runs
-from verl_ext.reproduce.catalogue import read_table
-from verl_ext.reproduce.collect import NOT_REACHED, collect, summarised
-from verl_ext.reproduce.tables import CERTAINTIES, MetricSpec, Table
+from verl_ext.lab.reproduce import render, runs
+from verl_ext.lab.reproduce.catalogue import read_table
+from verl_ext.lab.reproduce.collect import NOT_REACHED, collect, summarised
+from verl_ext.lab.reproduce.tables import CERTAINTIES, MetricSpec, Table
 
 TABLE = """\
 # verl-ext table

@@ -11,12 +11,12 @@ import verl.trainer.ppo.core_algos  # noqa: F401  (registers the estimators)
 from hydra import compose
 from omegaconf import OmegaConf
 
-from verl_ext.demo.assets import DemoAssets
-from verl_ext.demo.tasks import TASKS, overrides, recipe_list
 from verl_ext.integration import checks
-from verl_ext.reproduce import plan
-from verl_ext.reproduce.catalogue import tables
-from verl_ext.reproduce.tables import Cell, Table
+from verl_ext.lab.demo.assets import DemoAssets
+from verl_ext.lab.demo.tasks import TASKS, overrides, recipe_list
+from verl_ext.lab.reproduce import plan
+from verl_ext.lab.reproduce.catalogue import tables
+from verl_ext.lab.reproduce.tables import Cell, Table
 
 CELLS = [
     pytest.param(table, cell, id=f"{table.name}-{cell.name}")

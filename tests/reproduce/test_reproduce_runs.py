@@ -18,12 +18,12 @@ import pytest
 from otb_runs import CELL, LAPTOP, OTB, begin, finish, log, run_of
 
 from verl_ext.cli import main
-from verl_ext.overrides import hydra_value
-from verl_ext.reproduce import cluster, command, needs, plan, runs
-from verl_ext.reproduce import run as starting
-from verl_ext.reproduce.catalogue import find_table, scale_of
-from verl_ext.reproduce.run import INTERRUPTED
-from verl_ext.reproduce.run import run as run_here
+from verl_ext.common.overrides import hydra_value
+from verl_ext.lab.reproduce import cluster, command, needs, plan, runs
+from verl_ext.lab.reproduce import run as starting
+from verl_ext.lab.reproduce.catalogue import find_table, scale_of
+from verl_ext.lab.reproduce.run import INTERRUPTED
+from verl_ext.lab.reproduce.run import run as run_here
 from verl_ext.sandbox import check
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_all_cells_of_a_seed_come_before_the_next_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[runs.Run] = []
-    monkeypatch.setattr("verl_ext.reproduce.run.run", lambda found, **how: asked.extend(found) or 0)
+    monkeypatch.setattr("verl_ext.lab.reproduce.run.run", lambda found, **how: asked.extend(found) or 0)
     finish(tmp_path, seed=1)
     words = ("--cell", "otb_n4", "group_mean_n4", "--seeds", "0", "1", "--steps", "2", "--out", tmp_path)
     assert reproduce(capsys, "run", "otb", "--scale", "laptop", *words)[0] == 0

@@ -11,8 +11,8 @@ import pytest
 from otb_runs import CELL, LAPTOP, begin, finish, log, run_of
 
 from verl_ext.cli import main
-from verl_ext.reproduce.cluster import SUCCEEDED, SubmitError, Task, follow
-from verl_ext.reproduce.slurm_jobs import SlurmJobs
+from verl_ext.lab.reproduce.cluster import SUCCEEDED, SubmitError, Task, follow
+from verl_ext.lab.reproduce.slurm_jobs import SlurmJobs
 
 pytestmark = pytest.mark.seconds
 

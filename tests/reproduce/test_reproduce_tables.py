@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from verl_ext.lab.reproduce.catalogue import find_cells, find_table, read_table, scale_of, tables
+from verl_ext.lab.reproduce.tables import KINDS, TableError, UnknownTableError
 from verl_ext.recipes import TABLE_LINE, UnknownRecipeError, compose, find_recipe, recipe_root, recipes, table_paths
-from verl_ext.reproduce.catalogue import find_cells, find_table, read_table, scale_of, tables
-from verl_ext.reproduce.tables import KINDS, TableError, UnknownTableError
 
 METHODS = ("dr_mas", "trloo", "hgpo", "kpo", "otb", "dvp")
 
@@ -82,7 +82,8 @@ def test_unknown_names_list_the_known() -> None:
 def test_light_to_read() -> None:
     """`list` must answer at once: neither torch nor numpy nor Ray is imported for it."""
     code = (
-        "import sys; from verl_ext.reproduce import command, needs; from verl_ext.reproduce.catalogue import tables; "
+        "import sys; from verl_ext.lab.reproduce import command, needs; "
+        "from verl_ext.lab.reproduce.catalogue import tables; "
         "[needs.lacks(t, t.full, list(t.full.cells.values())) for t in tables()]; "
         "print([m for m in ('torch', 'numpy', 'ray', 'verl', 'hydra', 'transformers') if m in sys.modules])"
     )

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.reproduce import metrics, noise
+from verl_ext.lab.reproduce import metrics, noise
 
 property_of_all = settings(deadline=None, derandomize=True, max_examples=50)
 finite = st.floats(-100, 100, allow_nan=False)

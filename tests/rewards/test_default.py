@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.reward_score import default_compute_score
 
-from verl_ext.integration.parts.rewards import Rewards
 from verl_ext.rewards.default import COMPARED, compute_score
 from verl_ext.rewards.judge import JudgeError
+from verl_ext.rollout.default_rewards import Rewards
 
 PRIME = "numina_olympiads"
 

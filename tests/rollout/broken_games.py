@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_ext.rollout.environments.protocol import EnvironmentFault
-from verl_ext.rollout.environments.textarena_env import TextArenaGame
+from verl_ext.rollout.environments.shipped.textarena_env import TextArenaGame
 
 
 class Breaks(TextArenaGame):

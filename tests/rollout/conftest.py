@@ -18,7 +18,7 @@ from ports import free_port
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from verl_ext.demo.model import train_tokenizer
+    from verl_ext.lab.demo.model import train_tokenizer
 
     return train_tokenizer([QUESTION] * 64)
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.bench.gateway import make_loop
+from verl_ext.lab.bench.gateway import make_loop
 
 __all__ = ["QUESTION", "REWARD", "Scripted", "columns_of", "config_of", "make_loop"]
 

@@ -17,9 +17,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from verl_ext.rollout.embedded.engine import GenerationEngine, Request, kv_bytes_per_token
-from verl_ext.rollout.embedded.engine_thread import EngineThread
-from verl_ext.rollout.embedded.sampling import BatchSampling, SamplingParams, sample
+from verl_ext.cpu.engine.engine import GenerationEngine, Request, kv_bytes_per_token
+from verl_ext.cpu.engine.engine_thread import EngineThread
+from verl_ext.cpu.engine.sampling import BatchSampling, SamplingParams, sample
 
 VOCAB = 48
 

@@ -18,10 +18,10 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_ext.rollout.embedded import replica as replica_module
-from verl_ext.rollout.embedded.replica import CancellingHandle, EmbeddedReplica, EmbeddedRollout
-from verl_ext.rollout.embedded.server import EmbeddedOptions, EmbeddedServer
-from verl_ext.rollout.embedded.weights import BucketWriter, WeightStore, clean_name, resolve_dtype
+from verl_ext.cpu.engine import replica as replica_module
+from verl_ext.cpu.engine.replica import CancellingHandle, EmbeddedReplica, EmbeddedRollout
+from verl_ext.cpu.engine.server import EmbeddedOptions, EmbeddedServer
+from verl_ext.cpu.engine.weights import BucketWriter, WeightStore, clean_name, resolve_dtype
 
 VOCAB = 48
 
@@ -555,7 +555,7 @@ def test_options_are_checked():
 def ray_cluster():
     import ray
 
-    with own_ray(2, "verl_ext.rollout.embedded.replica,verl_ext.rollout.embedded.server"):
+    with own_ray(2, "verl_ext.cpu.engine.replica,verl_ext.cpu.engine.server"):
         yield ray
 
 

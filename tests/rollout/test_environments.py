@@ -27,12 +27,12 @@ from verl_ext.rollout.environments import (
     folders,
     load,
     runner,
-    textworld_env,
 )
 from verl_ext.rollout.environments import data as data_module
-from verl_ext.rollout.environments.gymnasium_env import plain_text
 from verl_ext.rollout.environments.options import EnvironmentOptions, check_environment, of_row, read_options
 from verl_ext.rollout.environments.protocol import Step, from_wire, reset_result, step_result, to_wire
+from verl_ext.rollout.environments.shipped import textworld_env
+from verl_ext.rollout.environments.shipped.gymnasium_env import plain_text
 from verl_ext.rollout.environments.templates import FOLDER, TemplateError, load_template, parse_template
 
 sys.path.insert(0, str(Path(__file__).parent))  # the hosts get this process's path
@@ -619,7 +619,7 @@ def importlib_spec(name: str) -> Any:
 
 
 def test_alfworld_without_its_data_says_what_to_run(tmp_path: Path) -> None:
-    from verl_ext.rollout.environments.alfworld_env import AlfworldEnvironment
+    from verl_ext.rollout.environments.shipped.alfworld_env import AlfworldEnvironment
 
     with pytest.raises(EnvironmentUnavailable, match="Run `alfworld-download`, or set ALFWORLD_DATA"):
         AlfworldEnvironment.preload(data=str(tmp_path))

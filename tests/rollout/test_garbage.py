@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_ext.rollout import garbage
+from verl_ext.rollout.shared import garbage
 
 
 class Knot:

@@ -31,10 +31,10 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.bench import gateway as bench
 from verl_ext.integration import checks
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.train_agents import TrainAgents
+from verl_ext.integration.parts.advantage.train_agents import TrainAgents
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.lab.bench import gateway as bench
 from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.gateway import server as server_module
 from verl_ext.rollout.gateway import settings

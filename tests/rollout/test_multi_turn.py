@@ -16,14 +16,14 @@ from verl.tools.function_tool import function_tool
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.demo.model import train_tokenizer
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.agent_loops import AgentLoops
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.rewards.judge import JudgeError
 from verl_ext.rollout import multi_turn
+from verl_ext.rollout.agent_loops import AgentLoops
 from verl_ext.rollout.multi_turn import AGENT_NAME, MultiTurnOptions, MultiTurnVerifierLoop, turn_rewards
 from verl_ext.rollout.reasoning_gym_task import FEEDBACK, Verdict
-from verl_ext.rollout.rows import HOPELESS, Fates
+from verl_ext.rollout.shared.rows import HOPELESS, Fates
 
 QUESTION = "State the final answer to the following arithmetic problem: 3 + 9 ="
 CONFIG_JSON = json.dumps({"seed": 0, "size": 1})

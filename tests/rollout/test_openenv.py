@@ -23,8 +23,8 @@ from websockets.sync.server import serve
 
 from verl_ext import cli
 from verl_ext.rollout.environments import EnvironmentFault, EnvironmentUnavailable
-from verl_ext.rollout.environments.openenv_env import OpenEnvEnvironment
 from verl_ext.rollout.environments.protocol import FAULTS, step_result
+from verl_ext.rollout.environments.shipped.openenv_env import OpenEnvEnvironment
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = os.environ.get("VERL_EXT_CLIENTS_PYTHON") or str(ROOT / ".venv-clients" / "bin" / "python")

@@ -27,16 +27,16 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.integration import checks
-from verl_ext.integration.endpoints import EndpointRefused
-from verl_ext.integration.endpoints import of as endpoints_of
-from verl_ext.integration.options import OptionError
-from verl_ext.rollout import mcp_tools
+from verl_ext.integration.settings.endpoints import EndpointRefused
+from verl_ext.integration.settings.endpoints import of as endpoints_of
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.rollout.orchestra import Agent, OrchestraFailure, Outcome, agent, orchestra, together
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra.agents import REASONS
 from verl_ext.rollout.orchestra.settings import check
-from verl_ext.rollout.plain_text import PlainText
-from verl_ext.rollout.rows import HOPELESS
+from verl_ext.rollout.shared import mcp_tools
+from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.rows import HOPELESS
 
 pytestmark = pytest.mark.usefixtures("fresh_fates")
 

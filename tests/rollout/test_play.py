@@ -13,9 +13,9 @@ import pytest
 
 from verl_ext import cli
 from verl_ext.rollout.environments import EnvironmentUnavailable
-from verl_ext.rollout.environments.gymnasium_env import GymnasiumEnvironment
 from verl_ext.rollout.environments.protocol import reset_result, step_result
-from verl_ext.rollout.environments.textarena_env import TextArenaEnvironment
+from verl_ext.rollout.environments.shipped.gymnasium_env import GymnasiumEnvironment
+from verl_ext.rollout.environments.shipped.textarena_env import TextArenaEnvironment
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
 
 GAMES = {

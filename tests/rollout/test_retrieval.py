@@ -17,7 +17,7 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.rollout import geonames
+from verl_ext.lab.demo import geonames
 from verl_ext.rollout.orchestra import settings
 from verl_ext.rollout.passages import Passage, as_text, read_corpus
 from verl_ext.rollout.retrieval import Bm25Options, Bm25Retriever, HttpOptions, HttpRetriever, Retrieval, make_retriever

@@ -9,8 +9,8 @@ import pytest
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_ext.rollout.rows import ModelCall, make_rows
-from verl_ext.rollout.scores import FLOAT32_MAX, storable
+from verl_ext.rollout.shared.rows import ModelCall, make_rows
+from verl_ext.rollout.shared.scores import FLOAT32_MAX, storable
 
 LARGEST = torch.finfo(torch.float32).max
 

@@ -18,9 +18,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.demo.model import train_tokenizer
 from verl_ext.integration.columns import BatchError, row_fields
-from verl_ext.integration.parts.rollouts import require_a_row, rollout_metrics
+from verl_ext.integration.parts.advantage.rollouts import require_a_row, rollout_metrics
+from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.rollout.environments import EnvironmentFault, EnvironmentUnavailable, runner
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.step_wise import AGENT_NAME, Action, StepWiseLoop, parse_action

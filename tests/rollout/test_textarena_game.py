@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from verl_ext.rollout.environments import EnvironmentUnavailable, data, runner
 from verl_ext.rollout.environments.protocol import reset_result, step_result
-from verl_ext.rollout.environments.textarena_env import TextArenaGame
+from verl_ext.rollout.environments.shipped.textarena_env import TextArenaGame
 from verl_ext.rollout.orchestra import loop as loop_module
 from verl_ext.rollout.orchestra import textarena_game
 

@@ -17,15 +17,15 @@ from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.demo.model import train_tokenizer
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.settings.options import OptionError
+from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.rewards.caged import load_dataset
 from verl_ext.rollout import step_wise
-from verl_ext.rollout import threads as module
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask
-from verl_ext.rollout.rows import ModelCall
-from verl_ext.rollout.threads import HeldThreads, Threads, read_threads, threads
-from verl_ext.rollout.tools import Tools, ToolSettings
+from verl_ext.rollout.shared import threads as module
+from verl_ext.rollout.shared.rows import ModelCall
+from verl_ext.rollout.shared.threads import HeldThreads, Threads, read_threads, threads
+from verl_ext.rollout.shared.tools import Tools, ToolSettings
 
 
 @pytest.mark.seconds

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from verl_ext.rollout.turns import in_turn
+from verl_ext.rollout.shared.turns import in_turn
 
 PIECES = 50
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from verl_ext.rollout.embedded.engine import GenerationEngine, Request
-from verl_ext.rollout.embedded.sampling import SamplingParams
+from verl_ext.cpu.engine.engine import GenerationEngine, Request
+from verl_ext.cpu.engine.sampling import SamplingParams
 
 VOCAB, LONGEST, BLOCK = 512, 48, 32
 Prompts = list[list[int]]

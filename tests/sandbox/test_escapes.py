@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from verl_ext.lab.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped, how
 from verl_ext.sandbox import Limits, Sandbox, SandboxError
-from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped, how
 
 TWINS = [name for name, attempt in ATTEMPTS.items() if attempt.twin]
 KERNEL = [name for name in ATTEMPTS if name not in TWINS]
@@ -78,7 +78,7 @@ def test_it_would_without_a_cage(room: Room, name: str) -> None:
 @pytest.mark.parametrize("name", KERNEL)
 def test_what_cannot_be_shown_is_denied_by_name(sandbox: Sandbox, room: Room, name: str) -> None:
     with pytest.raises(SandboxError, match="error: PermissionError") as caught:
-        sandbox.run("verl_ext.sandbox.escapes:attempt", name, room.description, timeout_s=60.0)
+        sandbox.run("verl_ext.lab.sandbox.escapes:attempt", name, room.description, timeout_s=60.0)
     assert caught.value.reason == "error"
 
 

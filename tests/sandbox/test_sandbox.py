@@ -423,7 +423,7 @@ ZYGOTE_SEES = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from verl_ext.sandbox import Sandbox
-from verl_ext.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped
+from verl_ext.lab.sandbox.escapes import ATTEMPTS, MEMORY_MB, Room, escaped
 from verl_ext.sandbox import Limits
 with Room() as room, Sandbox(Limits(memory_mb=MEMORY_MB), sys.argv[2]) as sandbox:
     out = {name: how for name in ATTEMPTS if (how := escaped(sandbox, name, room))}

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from verl_ext.platform.vllm_cpu_worker import CpuWorkerExtension
+from verl_ext.cpu.platform.vllm_cpu_worker import CpuWorkerExtension
 
 
 class DiesInTheFourthSync(CpuWorkerExtension):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What any other part of the package may use, and what uses none of them."""
+"""What every wing may use, and knows none of them."""

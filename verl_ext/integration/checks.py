@@ -6,16 +6,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_ext.integration import model_options
-from verl_ext.integration.options import OptionError, has_critic
-from verl_ext.integration.parts import PARTS
+from verl_ext.integration.parts import all_parts
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import OptionError, has_critic
 
 logger = logging.getLogger(__name__)
 
 
 def complete(config: Any) -> None:
     """Fill in, in place, the settings that follow from others. Doing it twice changes nothing."""
-    for part in PARTS:
+    for part in all_parts():
         part.complete(config)
 
 
@@ -34,7 +34,7 @@ def check(config: Any) -> list[str]:
             "the legacy one their estimators, losses and settings would be left out or computed otherwise. Set "
             "trainer.use_v1=true (verl's default), or leave out the recipes."
         )
-    warnings = [warning for part in PARTS for warning in part.check(config)]
+    warnings = [warning for part in all_parts() for warning in part.check(config)]
     for model in model_options.of(config):
         warnings += check_model(config, model)
     for warning in dict.fromkeys(warnings):
@@ -54,7 +54,7 @@ def check_model(config: Any, model: model_options.Model) -> list[str]:
     complete(own)
     try:
         validate_config(own, use_reference_policy=need_reference_policy(own), use_critic=has_critic(own))
-        warnings = [warning for part in PARTS for warning in part.check(own)]
+        warnings = [warning for part in all_parts() for warning in part.check(own)]
     except (AssertionError, ValueError, TypeError, InstantiationException) as error:
         raise OptionError(f"{where}: {error.__cause__ or error}") from error
     return [f"{where}: {warning}" for warning in warnings]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from verl.workers.config import PolicyLossConfig
 
-from verl_ext.integration.options import OptionError, coerce
+from verl_ext.integration.settings.options import OptionError, coerce
 from verl_ext.methods.options import NotNegative, Positive
 
 WHERE = "actor_rollout_ref.actor.policy_loss"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic vocabulary pruning in a run (arXiv 2512.23087): the ``dvp`` node, and what follows from it on both sides.
 
-``dvp.rho`` is the one key. The trainer's engine prunes with it (`verl_ext.integration.engine`), and every request to
-the rollout servers gets it as ``min_p`` (`guard`), so that sampler and trainer keep the same tokens: those with at
-least ``rho`` times the largest probability, after the temperature. Everything else that shapes the sampler's
+``dvp.rho`` is the one key. The trainer's engine prunes with it (`verl_ext.integration.engines.engine`), and every
+request to the rollout servers gets it as ``min_p`` (`guard`), so that sampler and trainer keep the same tokens: those
+with at least ``rho`` times the largest probability, after the temperature. Everything else that shapes the sampler's
 distribution has to be neutral, and `check` refuses a configuration in which the two sides differ.
 """
 
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import notes, verl_api
+from verl_ext.integration import notes
+from verl_ext.integration.compat import verl_api
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.options import OptionError, bypass, option, read, select
+from verl_ext.integration.settings.options import OptionError, bypass, option, read, select
 
 ROLLOUTS = ("vllm", "sglang", "embedded")
 """Rollout engines whose ``min_p`` is the rule of the trainer's safe set."""

@@ -36,7 +36,7 @@ from verl_ext.integration.columns import (
     batch_of,
     demand,
 )
-from verl_ext.integration.options import OptionError, dataclass_of, discount, read, select
+from verl_ext.integration.settings.options import OptionError, dataclass_of, discount, read, select
 from verl_ext.methods.dr_mas import dr_mas_advantage
 from verl_ext.methods.gigpo import gigpo_advantage
 from verl_ext.methods.hgpo import hgpo_advantage

@@ -19,7 +19,7 @@ from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
-from verl_ext.integration.options import read
+from verl_ext.integration.settings.options import read
 from verl_ext.sandbox import SETTINGS_VARIABLE, SandboxOptions, check
 
 
@@ -55,7 +55,7 @@ class LaunchCallback(Callback):
         error = getattr(job_return, "_return_value", None)
         died = isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError)
         if died and ray.is_initialized():
-            from verl_ext.integration.parts import nodes
+            from verl_ext.integration.parts.recovery import nodes
 
             print("verl_ext: the process of the trainer cannot be reached", flush=True)
             print(f"verl_ext: {nodes.lost_after() or 'the process of the trainer has died'}", flush=True)
@@ -99,12 +99,13 @@ def prepare(config: Any) -> None:
     """
     import verl_ext
     from verl_ext import plugin
-    from verl_ext.integration import checks, verl_api
+    from verl_ext.integration import checks
+    from verl_ext.integration.compat import verl_api
     from verl_ext.integration.mix import component_names
 
     node = config.get("verl_ext") or {}
     if node.get("platform") == "cpu":
-        from verl_ext.platform import cpu, settings
+        from verl_ext.cpu.platform import cpu, settings
 
         cpu.activate()
         settings.complete(config)

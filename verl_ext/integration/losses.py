@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import imitation, wraps
+from verl_ext.integration.compat import wraps
+from verl_ext.integration.engines import imitation
 from verl_ext.methods.divergence_augmented import divergence_augmented_terms
 from verl_ext.methods.hybrid_imitation import hybrid_imitation_terms
 from verl_ext.methods.kpo import kpo_loss_terms, steady_state_gain, time_constant

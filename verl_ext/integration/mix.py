@@ -16,7 +16,7 @@ import torch
 
 from verl_ext.integration.columns import batch_of
 from verl_ext.integration.estimators import UNUSABLE
-from verl_ext.integration.options import OptionError, select
+from verl_ext.integration.settings.options import OptionError, select
 
 
 def weights(config: Any) -> dict[str, float]:

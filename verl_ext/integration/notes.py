@@ -14,9 +14,9 @@ import traceback
 from contextvars import ContextVar
 from typing import Any
 
-from verl_ext.contain import contained
-from verl_ext.rollout import garbage
-from verl_ext.rollout.turns import in_turn
+from verl_ext.rollout.shared import garbage
+from verl_ext.rollout.shared.contain import contained
+from verl_ext.rollout.shared.turns import in_turn
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,15 @@ import contextlib
 import time
 from typing import Any
 
-from verl_ext.integration import checks, columns, model_options, parts, verl_api, wraps
+from verl_ext.integration import checks, columns, parts
+from verl_ext.integration.compat import verl_api, wraps
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.models.side import ModelSide
 from verl_ext.integration.parts import checkpoints
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.reduction import reduced
+from verl_ext.integration.settings import model_options
 
 
 class VerlExtTrainer:

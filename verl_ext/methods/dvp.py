@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_ext.methods.logits_pass import token_statistics
+from verl_ext.methods.logits.logits_pass import token_statistics
 
 __all__ = ["PUBLISHED_RHO", "PrunedLogProbs", "pruned_log_probs"]
 

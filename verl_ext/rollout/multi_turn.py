@@ -27,16 +27,16 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
-from verl_ext.integration.options import read, select
-from verl_ext.integration.verl_api import merge_context
+from verl_ext.integration.compat.verl_api import merge_context
+from verl_ext.integration.settings.options import read, select
 from verl_ext.methods.options import AtLeastOne, Positive, fraction
 from verl_ext.rewards.judge import REASONS
-from verl_ext.rollout import rows
-from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
-from verl_ext.rollout.threads import HeldThreads, threads
-from verl_ext.rollout.tools import Tools, ToolSettings
-from verl_ext.rollout.turns import in_turn
+from verl_ext.rollout.shared import rows
+from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.threads import HeldThreads, threads
+from verl_ext.rollout.shared.tools import Tools, ToolSettings
+from verl_ext.rollout.shared.turns import in_turn
 
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_multi_turn"
@@ -140,8 +140,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
     rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
     ``turns`` (answers), ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see
-    `verl_ext.rollout.plain_text`), and ``judge_<reason>``: answers that are wrong because they kept their judgement
-    from an end (`verl_ext.rewards.judge`); with tools also ``tool_rounds`` (model calls that called some) and
+    `verl_ext.rollout.shared.plain_text`), and ``judge_<reason>``: answers that are wrong because they kept their
+    judgement from an end (`verl_ext.rewards.judge`); with tools also ``tool_rounds`` (model calls that called some) and
     ``failure_tool_error`` (tools that failed, which the model has read). ``sandbox_calls`` and ``sandbox_seconds`` say
     what judging has cost.
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl_ext.cache import home
-from verl_ext.integration.options import read
+from verl_ext.common.cache import home
+from verl_ext.integration.settings.options import read
 from verl_ext.methods.options import AtLeastOne, Count, NotNegative, Positive
 from verl_ext.rollout.passages import MappedPassages, Passage, passage_of, read_corpus
 
@@ -111,7 +111,7 @@ class Bm25Options:
         corpus: a ``.jsonl`` or ``.parquet`` file with ``id``, ``title`` and ``text`` a passage (``id`` and ``title``
             may be missing; Search-R1's ``contents``, a quoted title in the first line, is read too).
         cache_dir: where indices are kept, a folder for each state of a corpus file; null: ``bm25`` in the package's
-            cache (`verl_ext.cache.home`).
+            cache (`verl_ext.common.cache.home`).
         k1, b: BM25's saturation and length normalisation.
         stopwords: a language of ``bm25s`` (``en``), or null for none.
     """

@@ -38,7 +38,7 @@ before the first action, or of an environment that no longer begins, is nobody's
 is missing. ``raise`` does so with every fault. With ``mask`` the rows are in no statistic and not in the loss, and so
 is the one placeholder row of a trajectory in which the model has not answered yet. What no trajectory could do (a
 package is missing, a wrong argument) raises and ends the run; so does an environment in which each of the first
-:data:`~verl_ext.rollout.rows.HOPELESS` trajectories of a process has failed.
+:data:`~verl_ext.rollout.shared.rows.HOPELESS` trajectories of a process has failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
-from verl_ext.rollout import rows
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row, read_options
 from verl_ext.rollout.environments.protocol import (
     FAULTS,
@@ -69,10 +68,11 @@ from verl_ext.rollout.environments.registry import load
 from verl_ext.rollout.environments.runner import open_session
 from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.environments.templates import Template, load_template
-from verl_ext.rollout.plain_text import PlainText
-from verl_ext.rollout.scores import storable
-from verl_ext.rollout.tags import tagged
-from verl_ext.rollout.turns import in_turn
+from verl_ext.rollout.shared import rows
+from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.scores import storable
+from verl_ext.rollout.shared.tags import tagged
+from verl_ext.rollout.shared.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class StepWiseLoop(AgentLoopBase):
     ``reward_score`` of every row is the episode's return, so estimators that know no steps work on the same rollout.
     ``reward_extra_info`` holds what verl reports in validation and training metrics ``trajectory/<name>`` repeat:
     ``success``, ``steps``, ``valid_share``, ``truncated_prompts``, ``failed`` and ``control_tokens_split`` (see
-    `verl_ext.rollout.plain_text`).
+    `verl_ext.rollout.shared.plain_text`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,9 +11,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.integration import model_options
-from verl_ext.integration.options import OptionError, has_critic, select
-from verl_ext.overrides import Failure, check_overrides
+from verl_ext.common.overrides import Failure, check_overrides
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import OptionError, has_critic, select
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
 GIB = 2**30

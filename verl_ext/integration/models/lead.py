@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from verl_ext.integration import agent_gradients, columns, model_options, update_step
-from verl_ext.integration.model_options import POLICY
+from verl_ext.integration import columns
+from verl_ext.integration.engines import agent_gradients, update_step
 from verl_ext.integration.models.members import member
 from verl_ext.integration.models.side import ModelSide, own_parts
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.parts.columns import dicts, fetch
+from verl_ext.integration.parts.advantage.columns import dicts, fetch
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.model_options import POLICY
+from verl_ext.integration.settings.options import OptionError
 
 RUNS = (f"actor/{agent_gradients.METRIC}/", f"actor/{update_step.FACTOR}")
 """Beginnings of the names that the engines report for parts of the run, which look for them there."""

@@ -15,9 +15,11 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from verl_ext.integration import checks, model_options, wraps
+from verl_ext.integration import checks
+from verl_ext.integration.compat import wraps
 from verl_ext.integration.models.side import ModelSide, own_parts
-from verl_ext.integration.options import updated
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import updated
 
 STRIDE = 5040
 """A multiple of every usual number of GPUs a node: SGLang's replica takes its first GPU from its number modulo that."""

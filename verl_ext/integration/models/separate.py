@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_ext.integration.model_options import POLICY
 from verl_ext.integration.models.lead import LeadMixin, Together
-from verl_ext.integration.options import bypass
+from verl_ext.integration.settings.model_options import POLICY
+from verl_ext.integration.settings.options import bypass
 
 
 class SeparateLead(LeadMixin):

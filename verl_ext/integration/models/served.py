@@ -23,8 +23,10 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from verl_ext.integration import checks, model_options, token_kl
-from verl_ext.integration.parts.columns import fetch
+from verl_ext.integration import checks
+from verl_ext.integration.engines import token_kl
+from verl_ext.integration.parts.advantage.columns import fetch
+from verl_ext.integration.settings import model_options
 
 
 class Served:

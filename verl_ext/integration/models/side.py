@@ -9,9 +9,9 @@ from typing import Any
 from verl_ext.integration import dvp
 from verl_ext.integration.columns import ActiveBatch, has_token
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.parts.pruning import PrunedUpdates
-from verl_ext.integration.parts.rejection import RejectionRules, SkippedUpdates
-from verl_ext.integration.parts.updates import Updates
+from verl_ext.integration.parts.update.pruning import PrunedUpdates
+from verl_ext.integration.parts.update.rejection import RejectionRules, SkippedUpdates
+from verl_ext.integration.parts.update.updates import Updates
 
 
 class ModelSide:

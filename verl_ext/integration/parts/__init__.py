@@ -1,49 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a training step, one file each, and their order.
 
-A new feature is a class in a file of its own and its line in `PARTS`. What a part can do: `base.Part`.
+A new feature is a class in a file of its own and its line in `_PARTS`. What a part can do: `base.Part`. Parts of other
+wings and packages are put among them by `insert`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from verl_ext.integration.compat import registrations
 from verl_ext.integration.estimators import ESTIMATORS
-from verl_ext.integration.options import select
-from verl_ext.integration.parts import (
+from verl_ext.integration.parts import models
+from verl_ext.integration.parts.advantage import columns, methods, modifiers, rollouts, train_agents, variance_proxy
+from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.outputs import metrics_file, record, rows, transcripts
+from verl_ext.integration.parts.recovery import missing, nodes
+from verl_ext.integration.parts.update import (
     agent_gradients,
-    agent_loops,
-    columns,
     imitation,
     length_lr,
     losses,
-    methods,
-    metrics_file,
-    missing,
-    models,
-    modifiers,
-    nodes,
     pruning,
-    record,
     rejection,
-    rewards,
-    rollouts,
-    rows,
-    train_agents,
-    transcripts,
     updates,
-    variance_proxy,
 )
-from verl_ext.integration.parts.base import Part
+from verl_ext.integration.settings.options import select
 
-__all__ = ["PARTS", "active", "methods", "uses_verl_ext"]
+__all__ = ["active", "all_parts", "insert", "methods", "uses_verl_ext"]
 
-PARTS: tuple[type[Part], ...] = (
+_PARTS: list[type[Part]] = [
     models.Models,  # its checks come first: further models inherit what the others complete
     metrics_file.MetricsFile,
     nodes.Nodes,
-    agent_loops.AgentLoops,
-    rewards.Rewards,
     missing.Missing,
     updates.Updates,  # may put the rows in another order
     columns.Columns,  # row fields in the order of the rows, for all that follow
@@ -64,8 +53,30 @@ PARTS: tuple[type[Part], ...] = (
     length_lr.LengthLearningRate,
     rows.Rows,
     transcripts.Transcripts,
-)
-"""Every part in the order in which their hooks are called; also the order of the checks at launch."""
+]
+_called: list[Any] = []
+"""Those of `registrations.PARTS` that have been called."""
+
+
+def insert(part: type[Part], after: type[Part]) -> None:
+    """Put a part of another wing or package right after one that is there. Twice is once.
+
+    Raises:
+        ValueError: `after` is not a part of the list.
+    """
+    if after not in _PARTS:
+        raise ValueError(f"the part {part.__name__} is to stand after {after.__name__}, which is not registered")
+    if part not in _PARTS:
+        _PARTS.insert(_PARTS.index(after) + 1, part)
+
+
+def all_parts() -> tuple[type[Part], ...]:
+    """Every part in the order in which their hooks are called; also the order of the checks at launch."""
+    for register in registrations.PARTS:
+        if register not in _called:
+            _called.append(register)
+            register()
+    return tuple(_PARTS)
 
 
 def uses_verl_ext(config: Any) -> bool:
@@ -82,4 +93,4 @@ def uses_verl_ext(config: Any) -> bool:
 
 def active(config: Any, trainer: Any) -> tuple[Part, ...]:
     """The parts of a run of ours, in order."""
-    return tuple(part(config, trainer) for part in PARTS if part.wanted(config))
+    return tuple(part(config, trainer) for part in all_parts() if part.wanted(config))

@@ -11,7 +11,7 @@ from verl_ext.integration.columns import ActiveBatch
 
 
 class Part:
-    """What a part may do. Subclass it, give the hooks that the feature needs, and add it to `parts.PARTS`.
+    """What a part may do. Subclass it, give the hooks that the feature needs, and add it to the list in `parts`.
 
     The trainer mixin calls the hooks of the active parts in the order of the list, each in the place of verl's step
     that its text names. A part touches verl through the hook's arguments, keeps its own state, and leaves its metrics

@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.integration import model_options
-from verl_ext.integration.options import OptionError, select, updated
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import OptionError, select, updated
 
 
 class Models(Part):

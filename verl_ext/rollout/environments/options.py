@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from verl_ext.integration.options import OptionError, read, select
+from verl_ext.integration.settings.options import OptionError, read, select
 from verl_ext.methods.options import AtLeastOne, Count, NotPositive, Positive
 
 ROOT = "verl_ext.environment"

@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl_ext.rollout.scores import storable
+from verl_ext.rollout.shared.scores import storable
 
 INVALID_ACTION = ("noop", "pass")
 

@@ -11,12 +11,12 @@ import pkgutil
 from verl_ext.rollout.environments.protocol import INVALID_ACTION, EnvironmentUnavailable
 
 BUILT_IN = {
-    "gymnasium": "verl_ext.rollout.environments.gymnasium_env:GymnasiumEnvironment",
-    "textworld": "verl_ext.rollout.environments.textworld_env:TextWorldEnvironment",
-    "textarena": "verl_ext.rollout.environments.textarena_env:TextArenaEnvironment",
-    "openenv": "verl_ext.rollout.environments.openenv_env:OpenEnvEnvironment",
-    "alfworld": "verl_ext.rollout.environments.alfworld_env:AlfworldEnvironment",
-    "webshop": "verl_ext.rollout.environments.webshop_env:WebShopEnvironment",
+    "gymnasium": "verl_ext.rollout.environments.shipped.gymnasium_env:GymnasiumEnvironment",
+    "textworld": "verl_ext.rollout.environments.shipped.textworld_env:TextWorldEnvironment",
+    "textarena": "verl_ext.rollout.environments.shipped.textarena_env:TextArenaEnvironment",
+    "openenv": "verl_ext.rollout.environments.shipped.openenv_env:OpenEnvEnvironment",
+    "alfworld": "verl_ext.rollout.environments.shipped.alfworld_env:AlfworldEnvironment",
+    "webshop": "verl_ext.rollout.environments.shipped.webshop_env:WebShopEnvironment",
 }
 """Import paths of the shipped environments by name."""
 

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from verl_ext.contain import contained
 from verl_ext.rollout.environments import protocol
 from verl_ext.rollout.environments.host import explain
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
+from verl_ext.rollout.shared.contain import contained
 
 T = TypeVar("T")
 

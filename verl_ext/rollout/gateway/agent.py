@@ -3,7 +3,7 @@
 
 Neither can hold up the worker: a function that blocks, also an ``async`` one, blocks its thread alone. A thread cannot
 be killed, so a function that outlives its trajectory is left behind, with a key that is dead
-(`verl_ext.rollout.threads`); a command is killed with all that it started.
+(`verl_ext.rollout.shared.threads`); a command is killed with all that it started.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from verl_ext.integration.options import OptionError
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.rollout.gateway import settings
 from verl_ext.rollout.gateway.agent import (
     AGENT_ERROR,
@@ -44,10 +44,10 @@ from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
 from verl_ext.rollout.orchestra.registry import Orchestra
 from verl_ext.rollout.orchestra.settings import Lineup
-from verl_ext.rollout.per_config import once
-from verl_ext.rollout.plain_text import PlainText
-from verl_ext.rollout.threads import HeldThreads, threads
-from verl_ext.rollout.tools import linear_parser, read_calls
+from verl_ext.rollout.shared.per_config import once
+from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.threads import HeldThreads, threads
+from verl_ext.rollout.shared.tools import linear_parser, read_calls
 
 AGENT_NAME = "verl_ext_gateway"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.rollout.gateway.settings import NAME
-from verl_ext.rollout.tools import arguments_of
+from verl_ext.rollout.shared.tools import arguments_of
 
 #: Sampling parameters that an engine of verl takes, with the value that changes nothing.
 SAMPLING: dict[str, Any] = {

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from verl_ext.integration import model_options, options
-from verl_ext.integration.options import OptionError, coerce, select
+from verl_ext.integration.settings import model_options, options
+from verl_ext.integration.settings.options import OptionError, coerce, select
 from verl_ext.methods.options import AtLeastOne, Positive
 from verl_ext.rollout.orchestra.agents import POLICY
 from verl_ext.rollout.orchestra.settings import Limits

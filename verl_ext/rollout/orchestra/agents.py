@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.integration.model_options import POLICY
+from verl_ext.integration.settings.model_options import POLICY
 
 #: Reasons for which a trajectory or a part of it can fail. They are counted in the metrics under these names.
 ERROR = "error"  # the orchestration raised

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.contain import contained
+from verl_ext.rollout.shared.contain import contained
 
 
 @dataclass

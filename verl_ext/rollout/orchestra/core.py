@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
 
-from verl_ext.contain import contained
 from verl_ext.rollout.orchestra.agents import (
     EMPTY,
     MAX_CALLS,
@@ -26,7 +25,8 @@ from verl_ext.rollout.orchestra.agents import (
 )
 from verl_ext.rollout.orchestra.branches import here, start
 from verl_ext.rollout.retrieval import Retrieval, Retriever
-from verl_ext.rollout.scores import storable
+from verl_ext.rollout.shared.contain import contained
+from verl_ext.rollout.shared.scores import storable
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 

@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from verl_ext.contain import contained
 from verl_ext.rollout.orchestra.agents import REWARD_ERROR, REWARD_TIMEOUT, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Task
-from verl_ext.rollout.per_config import once
-from verl_ext.rollout.threads import HeldThreads, threads
+from verl_ext.rollout.shared.contain import contained
+from verl_ext.rollout.shared.per_config import once
+from verl_ext.rollout.shared.threads import HeldThreads, threads
 
 
 async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple[float, dict[str, float]]:

@@ -36,22 +36,22 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
-from verl_ext.integration import endpoints
-from verl_ext.integration.options import OptionError
-from verl_ext.integration.verl_api import loop_arguments
-from verl_ext.rollout import rows
+from verl_ext.integration.compat.verl_api import loop_arguments
+from verl_ext.integration.settings import endpoints
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
 from verl_ext.rollout.orchestra import agents, core, judging, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
 from verl_ext.rollout.orchestra.voices import voices
-from verl_ext.rollout.per_config import once
-from verl_ext.rollout.plain_text import PlainText
 from verl_ext.rollout.retrieval import Retriever
-from verl_ext.rollout.rows import ModelCall
-from verl_ext.rollout.threads import HeldThreads, threads
-from verl_ext.rollout.tools import Tools
-from verl_ext.rollout.turns import in_turn
+from verl_ext.rollout.shared import rows
+from verl_ext.rollout.shared.per_config import once
+from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.rows import ModelCall
+from verl_ext.rollout.shared.threads import HeldThreads, threads
+from verl_ext.rollout.shared.tools import Tools
+from verl_ext.rollout.shared.turns import in_turn
 
 logger = logging.getLogger(__name__)
 

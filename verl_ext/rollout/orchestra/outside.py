@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to models that somebody else serves (`verl_ext.integration.endpoints`)."""
+"""Calls to models that somebody else serves (`verl_ext.integration.settings.endpoints`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl_ext.integration.endpoints import Endpoint, EndpointFailed, EndpointRefused
+from verl_ext.integration.settings.endpoints import Endpoint, EndpointFailed, EndpointRefused
 
 LONGEST = 1 << 20
 """Characters of an answer that are read."""

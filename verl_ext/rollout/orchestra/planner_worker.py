@@ -16,7 +16,7 @@ from verl_ext.rollout.orchestra.agents import OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.branches import together
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-from verl_ext.rollout.tags import tagged
+from verl_ext.rollout.shared.tags import tagged
 
 
 @agent

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from verl_ext.integration.options import OptionError, coerce, near
+from verl_ext.integration.settings.options import OptionError, coerce, near
 from verl_ext.rollout.orchestra.agents import POLICY, Agent, Example, as_examples
 
 SHIPPED = {

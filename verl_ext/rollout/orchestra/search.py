@@ -19,7 +19,7 @@ from verl_ext.rollout.orchestra.agents import OrchestraFailure
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.passages import Passage, as_text
-from verl_ext.rollout.tags import tagged
+from verl_ext.rollout.shared.tags import tagged
 
 
 def _tagged(tag: str, text: str) -> str | None:

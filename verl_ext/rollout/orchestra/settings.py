@@ -12,16 +12,16 @@ from typing import Any, Literal
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.integration import endpoints, model_options, options
-from verl_ext.integration.model_options import POLICY
-from verl_ext.integration.options import OptionError, near, select
+from verl_ext.integration.settings import endpoints, model_options, options
+from verl_ext.integration.settings.model_options import POLICY
+from verl_ext.integration.settings.options import OptionError, near, select
 from verl_ext.methods.options import AtLeastOne, NotPositive, Positive
-from verl_ext.rollout import mcp_tools
 from verl_ext.rollout.orchestra.agents import Agent, Example, as_examples
 from verl_ext.rollout.orchestra.core import Result
 from verl_ext.rollout.orchestra.registry import Orchestra, check_options, find
 from verl_ext.rollout.retrieval import Retriever, make_retriever
-from verl_ext.rollout.tools import ToolSettings
+from verl_ext.rollout.shared import mcp_tools
+from verl_ext.rollout.shared.tools import ToolSettings
 
 WHERE = "verl_ext.orchestra"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from verl_ext.methods.options import AtLeastOne
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-from verl_ext.rollout.tags import tagged
+from verl_ext.rollout.shared.tags import tagged
 
 
 @agent

@@ -28,7 +28,7 @@ from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
 from verl_ext.rollout.step_wise import Action, parse_action
 
-GAME = "verl_ext.rollout.environments.textarena_env:TextArenaGame"
+GAME = "verl_ext.rollout.environments.shipped.textarena_env:TextArenaGame"
 OPTIONS = EnvironmentOptions()
 LOSS = -1.0
 ROLE = "You play a game against another player. Answer with your move in <action> and </action>, as the rules spell it."

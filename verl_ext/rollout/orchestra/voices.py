@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_ext.integration import model_options
-from verl_ext.rollout.per_config import once
+from verl_ext.integration.settings import model_options
+from verl_ext.rollout.shared.per_config import once
 
 
 @dataclass(frozen=True)
 class Voice:
-    """One model, with the names that `verl_ext.rollout.rows` looks up on an agent loop.
+    """One model, with the names that `verl_ext.rollout.shared.rows` looks up on an agent loop.
 
     Attributes:
         config: of the whole run.

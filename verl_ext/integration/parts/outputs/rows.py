@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line a row: who spoke, in which turn, for what reward and advantage (``verl_ext.rows_dir``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.settings.options import select
+from verl_ext.integration.parts.base import Part
+
+OF_KERNELS = ("correct", "speedup", "coverage", "decoy", "kernel_status")
+"""Row fields of the loop ``verl_ext_kernels``, written where the rows have them."""
+
+
+TYPED: Mapping[str, type] = {"agent_id": str, "model": str, "turn_reward": float, "is_action_valid": bool}
+"""Row fields that are written where the rows have them, and what they are in the file."""
+
+
+class Rows(Part):
+    """``verl_ext.rows_dir``: who, which turn, for what reward and advantage."""
+
+    @classmethod
+    def wanted(cls, config: Any) -> bool:
+        return bool(select(config.get("verl_ext"), "rows_dir"))
+
+    def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
+        folder = select(self.config.get("verl_ext"), "rows_dir")
+        first = self.trainer.local_trigger_step == 0
+        if model_options.of(self.config):
+            active.column("model")
+        for name in OF_KERNELS:
+            active.column(name)
+        write_rows(folder, self.trainer.global_steps, row_records(active.columns, data, keys), start=first)
+
+
+def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Records of the real rows of a batch, in order of prompt, trajectory and turn.
+
+    Args:
+        columns: row fields by name, each of length B.
+        data: verl's DataProto with ``advantages``, ``returns``, ``response_mask`` and ``token_level_rewards`` [B, T].
+        keys: storage keys of the rows.
+
+    Returns:
+        Dicts with ``key, index, traj_uid, turn_index, agent_id, turn_reward, score, response_tokens, advantage``;
+        ``advantage`` is the mean over the row's model tokens (the row's scalar, for a method that has one).
+    """
+    mask = data.batch["response_mask"].double()
+    tokens = mask.sum(-1)
+    mean_advantage = (data.batch["advantages"].double() * mask).sum(-1) / tokens.clamp(min=1)
+    scores = data.batch["token_level_rewards"].double().sum(-1)
+    uid = data.non_tensor_batch["uid"]
+    records = []
+    for i in np.flatnonzero(columns["valid_row"]):
+        record = {
+            "key": keys[i],
+            "index": str(uid[i]),
+            "traj_uid": str(columns["traj_uid"][i]),
+            "turn_index": int(columns["turn_index"][i]),
+            "score": float(scores[i]),
+            "response_tokens": int(tokens[i]),
+            "advantage": float(mean_advantage[i]),
+        }
+        if "row_mask" in columns:  # of rejection rules; response_tokens are those that are trained on
+            record["kept"] = bool(columns["row_mask"][i])
+        record.update({name: kind(columns[name][i]) for name, kind in TYPED.items() if name in columns})
+        record.update({name: columns[name][i] for name in ("anchor_obs", *OF_KERNELS) if name in columns})
+        records.append(record)
+    return sorted(records, key=lambda record: (record["index"], record["traj_uid"], record["turn_index"]))
+
+
+def write_rows(folder: str, step: int, records: Sequence[Mapping[str, Any]], start: bool) -> None:
+    """Write records to ``<folder>/<step>.jsonl``.
+
+    Args:
+        folder: made if it is not there.
+        step: training step, the name of the file.
+        records: what `row_records` returns.
+        start: True for the first batch of the step, which replaces a file left by a run that was killed.
+    """
+    path = Path(folder) / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w" if start else "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, default=str) + "\n" for record in records)

@@ -52,6 +52,8 @@ def test_a_method_that_cannot_be_loaded_is_refused_by_name_and_harms_no_other(in
     code = (
         "from verl.trainer.ppo.core_algos import get_adv_estimator_fn as get\n"
         "from verl_ext.integration.mix import weights\n"
+        "from verl_ext.integration.names import register\n"
+        "register()\n"
         "assert get('halved') and get('trloo').__name__ == 'trloo'\n"
         "try: weights({'mix': {'torn': 1.0}})\n"
         "except ValueError as error: print(error)\n"

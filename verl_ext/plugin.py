@@ -9,7 +9,7 @@ verl loads this module at the end of `import verl`, in the launcher and in every
 * **loud**: verl swallows an exception of a plugin at DEBUG level. Here a failure is written to stderr in one line
   that says what failed and what to do, is remembered, and makes every recipe of ours refuse to start.
   In the processes of a run that uses a recipe (``VERL_EXT_STRICT=1``, set by the launch callback) it is raised;
-* **inert**: registering a name changes nothing in a run that does not use the name.
+* **inert**: names that others may have too (of estimators, losses) are registered in runs of ours only.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def _register_search_path(hydra: Any) -> None:
 
 
 def _register_estimators(module: Any) -> None:
-    from verl_ext.integration import estimators, losses, mix
+    """In a run of ours; others may have names like ours, and find none of them taken."""
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration import names
 
-    estimators.register()
-    mix.register()
-    losses.register()
+        names.register(names.in_environment())
 
 
 def _extend_trainers(module: Any) -> None:

@@ -12,6 +12,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> None:
+    """Our estimators and losses are in verl's registries, as in the processes of a run of ours."""
+    from verl_ext.integration import names
+
+    names.register()
+
+
 @pytest.fixture(scope="module")
 def store() -> Iterator[Any]:
     """verl's store of rollouts in a Ray of its own."""

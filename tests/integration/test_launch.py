@@ -189,6 +189,7 @@ def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.
     launch.prepare(cfg)
     variables = OmegaConf.to_container(cfg.ray_kwargs.ray_init.runtime_env.env_vars)
     assert json.loads(variables.pop("VERL_EXT_SANDBOX"))["cage"] == "required"
+    assert variables.pop("VERL_EXT_NAMES") == "mix,trloo"
     assert variables == {"MINE": "a", "VERL_EXT_STRICT": "0", "VERL_USE_EXTERNAL_MODULES": "mine,verl_ext.plugin"}
 
 

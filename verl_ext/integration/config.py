@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from verl.workers.config import PolicyLossConfig
 
+from verl_ext.integration import names
 from verl_ext.integration.settings.options import OptionError, coerce
 from verl_ext.methods.options import NotNegative, Positive
 
@@ -21,9 +22,11 @@ def _at_least_two(value: int) -> str | None:
 
 @dataclass
 class _Checked(PolicyLossConfig):
-    """Options that a subclass declares fit their annotations, or an OptionError, a ValueError, names the key."""
+    """Options that a subclass declares fit their annotations, and the loss is ours, also in the worker that makes this;
+    or an OptionError, a ValueError, names the key."""
 
     def __post_init__(self) -> None:
+        names.require_loss(self.loss_mode)
         hints = typing.get_type_hints(type(self), include_extras=True)
         for name in vars(type(self))["__annotations__"]:
             coerce(getattr(self, name), hints[name], f"{WHERE}.{name}")

@@ -6,11 +6,11 @@ signature names, reads the options that the signature declares from ``algorithm.
 its metrics. In a training run the columns come from the trainer (`verl_ext.integration.columns`); by hand they are
 passed:
 
-    fn = verl.trainer.ppo.core_algos.get_adv_estimator_fn("trloo")
+    fn = ESTIMATORS["trloo"].function
     advantages, returns = fn(token_level_rewards=r, response_mask=m, index=uid, traj_uid=t, turn_index=k, config=cfg)
 
-A method of another package is registered by an entry point of the group ``verl_ext.methods``, whose name is the
-estimator's and whose object is the method's function or an `Estimator`.
+A method of another package is known by an entry point of the group ``verl_ext.methods``, whose name is the estimator's
+and whose object is the method's function or an `Estimator`. What is registered with verl, and when: `names`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ OURS = (
 )
 
 ESTIMATORS: dict[str, Estimator] = {one.name: one for one in OURS}
-"""Registered estimators by name; `register` adds those of other packages."""
+"""Our estimators by name; `load_others` adds those of other packages."""
 
 
 def check(algorithm: Any, names: Collection[str]) -> None:
@@ -205,17 +205,14 @@ def check(algorithm: Any, names: Collection[str]) -> None:
                 )
 
 
-def register() -> None:
-    """Register every estimator, those of other packages too, with verl. Idempotent."""
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+def load_others() -> None:
+    """Add the methods of other packages to `ESTIMATORS`. Idempotent."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
     ours = {one.name for one in OURS}
     for point in method_entry_points():
         if point.name not in UNUSABLE and (point.name in ours or point.name not in ESTIMATORS):
             _add(point, ours | set(ADV_ESTIMATOR_REGISTRY))
-    for name, estimator in ESTIMATORS.items():
-        if ADV_ESTIMATOR_REGISTRY.get(name) is not estimator.function:
-            register_adv_est(name)(estimator.function)
 
 
 UNUSABLE: dict[str, str] = {}

@@ -99,7 +99,7 @@ def prepare(config: Any) -> None:
     """
     import verl_ext
     from verl_ext import plugin
-    from verl_ext.integration import checks
+    from verl_ext.integration import checks, estimators, names
     from verl_ext.integration.compat import verl_api
     from verl_ext.integration.mix import component_names
 
@@ -109,11 +109,14 @@ def prepare(config: Any) -> None:
 
         cpu.activate()
         settings.complete(config)
-    import verl.trainer.ppo.core_algos  # noqa: F401  (the estimators are registered when this is imported)
+    import verl.trainer.ppo.core_algos  # noqa: F401  (the plugin's hook on it runs)
 
     plugin.require()
+    estimators.load_others()
     checks.complete(config)
     checks.check(config)
+    asked = sorted(names.asked(config))
+    names.register(asked)
     verl_api.require(config)
     plugin.require(verl_api.hooked(config))
     os.environ[SETTINGS_VARIABLE] = _sandbox(config)
@@ -122,11 +125,12 @@ def prepare(config: Any) -> None:
             os.environ.setdefault(str(name), str(value))  # what the shell says wins
     os.environ["VERL_EXT_STRICT"] = "1"
     os.environ["VERL_USE_EXTERNAL_MODULES"] = _modules()
-    names = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", SETTINGS_VARIABLE, *(node.get("env") or {})]
+    os.environ[names.VARIABLE] = ",".join(asked)
+    told = ["VERL_EXT_STRICT", "VERL_USE_EXTERNAL_MODULES", names.VARIABLE, SETTINGS_VARIABLE, *(node.get("env") or {})]
     if node.get("platform") == "cpu":
-        names.append("VERL_PLATFORM")
+        told.append("VERL_PLATFORM")
     print(f"verl_ext {verl_ext.__version__}: estimators {', '.join(component_names(config.algorithm))}", flush=True)
-    _to_ray(config, {name: os.environ[name] for name in map(str, names) if name in os.environ})
+    _to_ray(config, {name: os.environ[name] for name in map(str, told) if name in os.environ})
 
 
 def _sandbox(config: Any) -> str:

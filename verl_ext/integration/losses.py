@@ -236,15 +236,3 @@ def _warn_if_short(mean_response_length: float, q: float) -> None:
 
 
 LOSSES = {"kpo": kpo, "divergence_augmented": divergence_augmented, "hybrid_imitation": hybrid_imitation}
-
-
-def register() -> None:
-    """Register the losses with verl. verl overwrites silently, so a name taken by another function is refused. Raises
-    ValueError: the name is taken."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
-
-    for name, loss in LOSSES.items():
-        taken = POLICY_LOSS_REGISTRY.get(name)
-        if taken is not None and taken is not loss:
-            raise ValueError(f"the policy loss {name!r} is registered already, by {taken.__module__}")
-        register_policy_loss(name)(loss)

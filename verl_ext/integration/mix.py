@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl_ext.integration.columns import batch_of
-from verl_ext.integration.estimators import UNUSABLE
+from verl_ext.integration.estimators import ESTIMATORS, UNUSABLE
 from verl_ext.integration.settings.options import OptionError, select
 
 
@@ -41,10 +41,10 @@ def weights(config: Any) -> dict[str, float]:
     for name, weight in dict(node).items():
         if name == "mix":
             raise OptionError("algorithm.mix names 'mix': a mixture cannot contain itself.")
-        if name not in ADV_ESTIMATOR_REGISTRY:
+        if name not in {*ADV_ESTIMATOR_REGISTRY, *ESTIMATORS}:
             if name in UNUSABLE:
                 raise OptionError(f"algorithm.mix.{name}: {UNUSABLE[name]}.")
-            known = ", ".join(sorted(key for key in ADV_ESTIMATOR_REGISTRY if key != "mix"))
+            known = ", ".join(sorted({*ADV_ESTIMATOR_REGISTRY, *ESTIMATORS} - {"mix"}))
             raise OptionError(f"algorithm.mix.{name}: no estimator of that name is registered. Known: {known}.")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise OptionError(f"algorithm.mix.{name} is {weight!r}; a weight is a finite number.")
@@ -152,11 +152,3 @@ def _shares(parts: list[Any], total: torch.Tensor, response_mask: torch.Tensor) 
             norm = float(a.norm() * b.norm())
             out[f"mix/correlation/{first}-{second}"] = float(a @ b) / norm if norm > 0 else 0.0
     return out
-
-
-def register() -> None:
-    """Register ``mix`` with verl. Idempotent."""
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-
-    if ADV_ESTIMATOR_REGISTRY.get("mix") is not mix:
-        register_adv_est("mix")(mix)

@@ -12,7 +12,7 @@ import contextlib
 import time
 from typing import Any
 
-from verl_ext.integration import checks, columns, parts
+from verl_ext.integration import checks, columns, names, parts
 from verl_ext.integration.compat import verl_api, wraps
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.separate import SeparateLead
@@ -31,6 +31,7 @@ class VerlExtTrainer:
 
     def __init__(self, config: Any) -> None:
         if parts.uses_verl_ext(config):
+            names.require(config)
             checks.complete(config)
             checks.check(config)
             self.parts = parts.active(config, self)

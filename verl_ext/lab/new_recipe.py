@@ -69,6 +69,7 @@ import pytest
 import torch
 from NAME.method import NAME_advantage
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl_ext.integration.names import register
 
 REWARDS, MASK, INDEX = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 5.0]]), torch.ones(3, 2), ["a", "a", "b"]
 
@@ -79,6 +80,7 @@ def test_a_case_by_hand():
 
 
 def test_it_is_registered_and_reads_its_options():
+    register()  # in a run the recipe sees to it
     estimator = get_adv_estimator_fn("NAME")
     advantages, _ = estimator(REWARDS, MASK, INDEX, {"NAME": {"scale": 4.0}})
     assert advantages[:, 0].tolist() == [2.0, -2.0, 0.0]
@@ -155,7 +157,9 @@ def new_recipe(name: str, out: Path) -> Path:
         raise UsageError(f"{name!r} is the name of a Python module that is installed; choose another.")
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    if name in ADV_ESTIMATOR_REGISTRY:
+    from verl_ext.integration.estimators import ESTIMATORS
+
+    if name in {*ADV_ESTIMATOR_REGISTRY, *ESTIMATORS}:
         raise UsageError(f"{name!r} is the name of an estimator already; choose another.")
     folder = out / name
     if folder.exists():

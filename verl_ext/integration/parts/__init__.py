@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext.integration import names
 from verl_ext.integration.compat import registrations
-from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.parts import models
 from verl_ext.integration.parts.advantage import columns, methods, modifiers, rollouts, train_agents, variance_proxy
 from verl_ext.integration.parts.base import Part
@@ -80,15 +80,14 @@ def all_parts() -> tuple[type[Part], ...]:
 
 
 def uses_verl_ext(config: Any) -> bool:
-    """Whether a run names anything of ours: one of our nodes, or an estimator that we registered."""
+    """Whether a run names anything of ours: one of our nodes, or an estimator of ours."""
     if any(select(config.algorithm, name) for name in ("rejection", "modifiers")) or select(
         config.get("trainer"), "length_lr"
     ):
         return True
     if config.get("verl_ext") is not None or config.get("dvp") is not None:
         return True
-    name = select(config.algorithm, "adv_estimator")
-    return getattr(name, "value", name) in {*ESTIMATORS, "mix"}
+    return names.is_ours(select(config.algorithm, "adv_estimator"))
 
 
 def active(config: Any, trainer: Any) -> tuple[Part, ...]:

@@ -24,6 +24,7 @@ from verl_ext.common.overrides import Failure
 from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
+from verl_ext.integration.names import register
 from verl_ext.integration.parts.advantage.methods import check_advantages, estimate
 from verl_ext.integration.parts.outputs.record import FORMAT, TOKENS
 from verl_ext.integration.settings.options import OptionError, near, select
@@ -134,7 +135,9 @@ def check_changes(changes: Sequence[str], recorded: DictConfig) -> None:
     if changes:
         with _quiet():
             from verl.trainer.config import AlgoConfig
-            from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY  # with those of other packages
+            from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+            register()  # ours and those of other packages
 
         options = {f"algorithm.{field.name}" for field in dataclasses.fields(AlgoConfig)}
         options |= {f"algorithm.{name}" for name in ("mix", "mix_normalize", *ESTIMATORS)}
@@ -175,8 +178,9 @@ def known(names: Collection[str] = (), algorithms: Sequence[Any] = ()) -> list[s
     RecordError: a name is not registered.
     """
     with _quiet():
-        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY  # verl loads the plugin, which adds ours
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
+        register()
     every = [*ESTIMATORS, *(name for name in map(str, ADV_ESTIMATOR_REGISTRY) if name not in {*ESTIMATORS, "mix"})]
     for name in names:
         if name not in {*every, "mix"}:
@@ -196,6 +200,7 @@ def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor
         from verl.trainer.ppo.core_algos import get_adv_estimator_fn
         from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
+        register()
     algorithm = record.algorithm if algorithm is None else algorithm
     if name not in {*ESTIMATORS, "mix", "grpo"}:
         # What verl's trainer has for every estimator that it calls by its registered name.

@@ -13,8 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.integration.compat.wraps import UnsupportedVerl
 from verl_ext.integration.losses import OPTIONS
 from verl_ext.integration.mix import component_names
+from verl_ext.integration.names import MARKS
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import OptionError, bypass, select
 
@@ -30,7 +32,17 @@ class Losses(Part):
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
-        return False
+        return str(config.actor_rollout_ref.actor.policy_loss.loss_mode) in MARKS
+
+    def after_update(self, metrics: dict[str, Any]) -> None:
+        """Raises UnsupportedVerl: the workers have trained with another loss than the one named."""
+        mode = str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
+        if "actor/pg_loss" in metrics and MARKS[mode] not in metrics:
+            raise UnsupportedVerl(
+                f"the update reports no {MARKS[mode]}, so another loss was in force than verl_ext's {mode!r}. A module "
+                "that only the workers load (model.external_lib, VERL_USE_EXTERNAL_MODULES) has replaced it: rename "
+                "its loss."
+            )
 
     @classmethod
     def complete(cls, config: Any) -> None:

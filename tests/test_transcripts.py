@@ -17,9 +17,14 @@ import pytest
 import torch
 
 from verl_ext import cli
-from verl_ext.integration.parts.outputs.write import TranscriptWriter, trajectories, write_records
+from verl_ext.integration.parts.outputs.transcript_writer import (
+    TranscriptWriter,
+    outcome_of,
+    trajectories,
+    write_records,
+)
 from verl_ext.lab.transcripts import page
-from verl_ext.lab.transcripts.read import Choice, TranscriptError, as_text, outcome_of, read, visible
+from verl_ext.lab.transcripts.read import Choice, TranscriptError, as_text, read, visible
 
 sys.path.insert(0, str(Path(__file__).parent))
 import browser as headless  # noqa: E402

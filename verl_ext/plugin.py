@@ -16,20 +16,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from verl_ext.integration.compat import registrations
 from verl_ext.integration.compat.wraps import STRICT
-
-_failures: dict[str, str] = {}
-_done: list[str] = []
-_fired: set[str] = set()
-"""Modules of verl whose hook has run."""
-
-
-class PluginError(RuntimeError):
-    """verl_ext is only partly loaded."""
 
 
 def _guard(what: str, function: Callable[[], Any]) -> None:
@@ -37,11 +28,11 @@ def _guard(what: str, function: Callable[[], Any]) -> None:
     try:
         function()
     except Exception as error:
-        _failures[what] = f"{type(error).__name__}: {error}"
+        registrations.failures[what] = f"{type(error).__name__}: {error}"
         print(
-            f"verl_ext: {what} failed ({_failures[what]}). Recipes of verl_ext are refused in this process; reinstall "
-            "with `pip install --force-reinstall --no-deps verl-ext` next to verl>=0.9.1,<0.10, or hide the plugin "
-            "with VERL_USE_EXTERNAL_PLUGINS=none.",
+            f"verl_ext: {what} failed ({registrations.failures[what]}). Recipes of verl_ext are refused in this "
+            "process; reinstall with `pip install --force-reinstall --no-deps verl-ext` next to verl>=0.9.1,<0.10, "
+            "or hide the plugin with VERL_USE_EXTERNAL_PLUGINS=none.",
             file=sys.stderr,
             flush=True,
         )
@@ -51,32 +42,7 @@ def _guard(what: str, function: Callable[[], Any]) -> None:
             # Without our search path Hydra would take `+recipe=trloo` for a new key and train without the recipe.
             raise SystemExit(f"verl_ext: the run asks for a recipe, which is refused: {what} failed.") from error
     else:
-        _done.append(what)
-
-
-def require(modules: Iterable[str] = ()) -> None:
-    """Raise unless every part of the plugin that was due so far is in place.
-
-    Args:
-        modules: modules of verl that have been imported, so that their hooks must have run by now.
-
-    Raises:
-        PluginError: names the parts that failed and why, or the hooks that have not run.
-    """
-    if _failures:
-        parts = "; ".join(f"{what}: {why}" for what, why in _failures.items())
-        raise PluginError(f"verl_ext is only partly loaded, so no recipe of it can run. {parts}")
-    if not _done:
-        raise PluginError(
-            "the verl_ext plugin is not loaded in this process: it is hidden by VERL_USE_EXTERNAL_PLUGINS="
-            f"{os.environ.get('VERL_USE_EXTERNAL_PLUGINS')!r}. Unset it, or name verl_ext in it."
-        )
-    waiting = [f"{_hooks()[name][0]} (when {name} is imported)" for name in modules if name not in _fired]
-    if waiting:
-        raise PluginError(
-            "verl_ext is only partly loaded, so no recipe of it can run. Not done in this process: "
-            f"{'; '.join(waiting)}."
-        )
+        registrations.done.append(what)
 
 
 def _register_platform() -> None:
@@ -137,7 +103,7 @@ def _extend_trainers(module: Any) -> None:
     def make(original: Any) -> Any:
         def get_trainer_cls(name: str) -> Any:
             if os.environ.get(STRICT) == "1":
-                require(TRAINER_HOOKS)
+                registrations.require(TRAINER_HOOKS)
                 trainer.extend_registry()  # again, for classes that others have registered meanwhile
             return original(name)
 
@@ -166,13 +132,13 @@ def _training_engines(module: Any) -> None:
 
 
 def _register_agent_loops(module: Any) -> None:
-    for name, target in AGENT_LOOPS.items():
+    for name, target in registrations.AGENT_LOOPS.items():
         module._agent_loop_registry.setdefault(name, {"_target_": target})
     if os.environ.get(STRICT) == "1":
-        from verl_ext.integration import notes
         from verl_ext.integration.compat import wraps
+        from verl_ext.rollout.shared import worker
 
-        wraps.replace(wraps.RUN_AGENT_LOOP, notes.noting)
+        wraps.replace(wraps.RUN_AGENT_LOOP, worker.noting)
 
 
 def _contain_reward_functions(module: Any) -> None:
@@ -193,15 +159,6 @@ def _insert_rollout_parts() -> None:
     parts.insert(Rewards, after=AgentLoops)
 
 
-AGENT_LOOPS = {
-    "verl_ext_gateway": "verl_ext.rollout.gateway.loop.GatewayLoop",
-    "verl_ext_kernels": "verl_ext.rollout.kernels.loop.KernelLoop",
-    "verl_ext_multi_turn": "verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
-    "verl_ext_orchestra": "verl_ext.rollout.orchestra.loop.OrchestraLoop",
-    "verl_ext_step_wise": "verl_ext.rollout.step_wise.StepWiseLoop",
-}
-"""Agent loops by the name that the data column ``agent_name`` or ``rollout.agent.default_agent_loop`` uses."""
-
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.trainer.ppo.core_algos": ("registering the estimators and losses", _register_estimators),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
@@ -217,28 +174,40 @@ TRAINER_HOOKS = ("verl.trainer.ppo.core_algos", "verl.trainer.ppo.v1", "verl.exp
 """Whose hooks have run in a trainer's process by the time the trainer is made."""
 
 
-def _hooks() -> dict[str, tuple[str, Callable[[Any], None]]]:
-    from verl_ext.cpu.platform import hooks
-
-    return {**_HOOKS, **hooks.HOOKS}
-
-
 def _register_hooks() -> None:
     import wrapt
 
-    for module, (what, function) in _hooks().items():
+    from verl_ext.cpu.platform import hooks
+
+    registrations.HOOKS.update({**_HOOKS, **hooks.HOOKS})
+    for module, (what, function) in registrations.HOOKS.items():
         wrapt.register_post_import_hook(_hook(module, what, function), module)
 
 
 def _hook(name: str, what: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
     def run(module: Any) -> None:
-        _fired.add(name)
+        registrations.fired.add(name)
         _guard(what, lambda: function(module))
 
     return run
 
 
+def _prepare_cpu(config: Any) -> None:
+    from verl_ext.cpu.platform import cpu, settings
+
+    cpu.activate()
+    settings.complete(config)
+
+
 registrations.PARTS.append(_insert_rollout_parts)
+registrations.PLATFORMS["cpu"] = _prepare_cpu
+registrations.AGENT_LOOPS.update(
+    verl_ext_gateway="verl_ext.rollout.gateway.loop.GatewayLoop",
+    verl_ext_kernels="verl_ext.rollout.kernels.loop.KernelLoop",
+    verl_ext_multi_turn="verl_ext.rollout.multi_turn.MultiTurnVerifierLoop",
+    verl_ext_orchestra="verl_ext.rollout.orchestra.loop.OrchestraLoop",
+    verl_ext_step_wise="verl_ext.rollout.step_wise.StepWiseLoop",
+)
 _guard("registering the cpu platform", _register_platform)
-if not _failures:
+if not registrations.failures:
     _guard("preparing the registrations", _register_hooks)

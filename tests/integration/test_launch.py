@@ -211,9 +211,9 @@ def test_the_sandbox_has_the_defaults_of_its_recipes() -> None:
 
 
 def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_ext import plugin
+    from verl_ext.integration.compat import registrations
 
-    monkeypatch.setitem(plugin._failures, "registering the estimators and losses", "ImportError: torn")
+    monkeypatch.setitem(registrations.failures, "registering the estimators and losses", "ImportError: torn")
     with pytest.raises(
         SystemExit, match="only partly loaded.*registering the estimators and losses: ImportError: torn"
     ):

@@ -23,7 +23,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.integration import notes, parts
+from verl_ext.integration import parts, store_notes
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_trained
 from verl_ext.integration.compat import wraps
 from verl_ext.integration.parts.advantage import columns
@@ -32,6 +32,7 @@ from verl_ext.integration.parts.update import updates
 from verl_ext.integration.parts.update.pruning import Pruning
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.recipes import recipe_root, verl_config_dir
+from verl_ext.rollout.shared import worker
 
 pytestmark = pytest.mark.slow  # starts Ray
 
@@ -63,7 +64,7 @@ class Worker:
             partition = "val" if trajectory["validate"] else "train"
             await self.store.async_kv_put(key=key, partition_id=partition, tag={"status": "success", "seq_len": 3})
 
-    run = notes.noting(_run_agent_loop)
+    run = worker.noting(_run_agent_loop)
 
 
 def prompt(store: Any, uid: str, *ends: str, partition: str = "train") -> None:
@@ -138,7 +139,7 @@ def test_a_batch_without_a_row_ends_with_the_reason_too(clean: Any) -> None:
 
 def test_losses_that_nobody_noted_are_not_believed_to_be_none(clean: Any) -> None:
     prompt(clean, "a", "rows", "raises")
-    clean.kv_clear(keys=["a_1"], partition_id=notes.LOST)
+    clean.kv_clear(keys=["a_1"], partition_id=store_notes.LOST)
     with pytest.raises(RuntimeError, match="verl says that rollouts of 1 prompts raised .*none of them was noted"):
         sample(sampler(1)[0], 1)
 
@@ -237,7 +238,7 @@ def test_the_first_step_refuses_rollouts_of_a_client_without_min_p(clean: Any, m
             )
 
     monkeypatch.setenv(wraps.STRICT, "1")
-    monkeypatch.setattr(notes, "_guarded", False)
+    monkeypatch.setattr(store_notes, "_guarded", False)
     with initialize_config_dir(version_base=None, config_dir=str(verl_config_dir())):
         given = [f"hydra.searchpath=[file://{recipe_root()}]", "+recipe=[dvp,grpo,cpu]", "dvp.rho=0.9"]
         config = compose("ppo_trainer", overrides=given)

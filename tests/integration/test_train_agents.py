@@ -17,6 +17,7 @@ from verl_ext.integration.parts.advantage import methods, rollouts, train_agents
 from verl_ext.integration.parts.advantage.columns import Columns
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.methods.returns import turn_returns
+from verl_ext.rollout.agent_loops import check_train_agents
 
 
 def rows(*turns: tuple[str, int, float]) -> dict[str, Any]:
@@ -113,11 +114,12 @@ def test_the_option_is_a_list_of_names() -> None:
 
 
 def test_a_name_that_the_orchestra_does_not_have_is_refused() -> None:
-    def check(*names: str, team: str | None = "solver_verifier") -> list[str]:
+    def check(*names: str, team: str | None = "solver_verifier") -> None:
         nodes = {"train_agents": list(names), "orchestra": {"name": team}}
-        return train_agents.TrainAgents.check(OmegaConf.create({"algorithm": {}, "verl_ext": nodes}))
+        check_train_agents(OmegaConf.create({"algorithm": {}, "verl_ext": nodes}))
 
-    assert check("solver", "verifier") == check("verifer", team=None) == []
+    check("solver", "verifier")
+    check("verifer", team=None)
     message = (
         r"names 'verifer'; the orchestra solver_verifier has no such agent\. Did you mean 'verifier'\? It has: solv"
     )

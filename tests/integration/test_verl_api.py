@@ -27,7 +27,7 @@ import verl_ext
 from verl_ext import plugin
 from verl_ext.cpu.platform.engine import CpuFsdpMixin
 from verl_ext.integration import dvp
-from verl_ext.integration.compat import verl_api, wraps
+from verl_ext.integration.compat import registrations, verl_api, wraps
 from verl_ext.integration.engines import agent_gradients, engine, update_step
 from verl_ext.integration.models.separate import SeparateLead
 from verl_ext.integration.parts.base import Part
@@ -165,7 +165,9 @@ def test_the_data_may_name_the_agent_loop(config: Any, tmp_path: Path) -> None:
     assert verl_api.agent_loops(config(plain, f"data.train_files={path}")) == {"verl_ext_step_wise"}
     assert verl_api.agent_loops(config(plain, f"data.val_files=[{path}]")) == {"verl_ext_step_wise"}
     # What cannot be read here may name any of them.
-    assert verl_api.agent_loops(config(plain, "data.train_files=hdfs://far/away.parquet")) == set(plugin.AGENT_LOOPS)
+    assert verl_api.agent_loops(config(plain, "data.train_files=hdfs://far/away.parquet")) == set(
+        registrations.AGENT_LOOPS
+    )
 
 
 @pytest.mark.seconds
@@ -313,15 +315,15 @@ def test_a_hook_that_never_fires_refuses_the_run(config: Any, monkeypatch: pytes
     needed = verl_api.hooked(config())
     assert {"verl.trainer.ppo.v1", "verl.trainer.ppo.core_algos", "verl.workers.rollout.replica"} <= set(needed)
     verl_api.require(config())
-    plugin.require(needed)
-    monkeypatch.setattr(plugin, "_fired", plugin._fired - {"verl.trainer.ppo.v1"})
-    plugin.require()
+    registrations.require(needed)
+    monkeypatch.setattr(registrations, "fired", registrations.fired - {"verl.trainer.ppo.v1"})
+    registrations.require()
     with pytest.raises(
-        plugin.PluginError, match=r"Not done .*extending verl's V1 trainers \(when verl.trainer.ppo.v1 is"
+        registrations.PluginError, match=r"Not done .*extending verl's V1 trainers \(when verl.trainer.ppo.v1 is"
     ):
-        plugin.require(needed)
+        registrations.require(needed)
     monkeypatch.setenv(plugin.STRICT, "1")
-    with pytest.raises(plugin.PluginError, match="extending verl's V1 trainers"):
+    with pytest.raises(registrations.PluginError, match="extending verl's V1 trainers"):
         v1.get_trainer_cls("sync")
 
 

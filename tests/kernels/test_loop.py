@@ -16,11 +16,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.cli import main
-from verl_ext.integration.notes import validating
 from verl_ext.integration.parts.advantage.rollouts import rollout_metrics
 from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.methods.trloo import trloo_advantage
 from verl_ext.rollout.kernels.loop import AGENT_NAME
+from verl_ext.rollout.shared.worker import validating
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 from loops import make_loop  # noqa: E402

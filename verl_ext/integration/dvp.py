@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.integration import notes
+from verl_ext.integration import store_notes
 from verl_ext.integration.compat import verl_api
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.settings.options import OptionError, bypass, option, read, select
@@ -283,7 +283,7 @@ class PrunedClientMixin:
     async def generate(self, request_id: Any, *, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """verl's own, with ``min_p`` among the sampling parameters."""
         sampling_params = self._verl_ext_sampler.apply(sampling_params)
-        await notes.guarded(self._verl_ext_sampler.rho)
+        await store_notes.guarded(self._verl_ext_sampler.rho)
         return await super().generate(request_id, sampling_params=sampling_params, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:

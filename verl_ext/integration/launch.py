@@ -98,27 +98,23 @@ def prepare(config: Any) -> None:
         UnsupportedVerl: the installed verl lacks what the run needs.
     """
     import verl_ext
-    from verl_ext import plugin
     from verl_ext.integration import checks, estimators, names
-    from verl_ext.integration.compat import verl_api
+    from verl_ext.integration.compat import registrations, verl_api
     from verl_ext.integration.mix import component_names
 
     node = config.get("verl_ext") or {}
-    if node.get("platform") == "cpu":
-        from verl_ext.cpu.platform import cpu, settings
-
-        cpu.activate()
-        settings.complete(config)
+    if node.get("platform") in registrations.PLATFORMS:
+        registrations.PLATFORMS[node["platform"]](config)
     import verl.trainer.ppo.core_algos  # noqa: F401  (the plugin's hook on it runs)
 
-    plugin.require()
+    registrations.require()
     estimators.load_others()
     checks.complete(config)
     checks.check(config)
     asked = sorted(names.asked(config))
     names.register(asked)
     verl_api.require(config)
-    plugin.require(verl_api.hooked(config))
+    registrations.require(verl_api.hooked(config))
     os.environ[SETTINGS_VARIABLE] = _sandbox(config)
     for name, value in (node.get("env") or {}).items():
         if value is not None:

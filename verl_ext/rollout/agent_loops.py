@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext.integration.parts.advantage.train_agents import train_agents
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.settings.options import option, select
+from verl_ext.integration.settings.options import OptionError, near, option, select
 from verl_ext.methods.options import Positive
 
 WAITING = (
@@ -38,6 +39,7 @@ class AgentLoops(Part):
             from verl_ext.rollout.orchestra.settings import check as check_orchestra
 
             check_orchestra(config)
+            check_train_agents(config)
         if select(select(config, "verl_ext"), "gateway") is not None:
             from verl_ext.rollout.gateway.settings import check as check_gateway
 
@@ -75,3 +77,21 @@ def waits(config: Any) -> bool:
     """Whether calls of agents wait, with a time limit, while the trainer has the GPUs."""
     mode = select(select(config.get("trainer"), "v1"), "trainer_mode")
     return mode == "colocate_async" and any(select(config.get("verl_ext"), one) for one in ("orchestra", "gateway"))
+
+
+def check_train_agents(config: Any) -> None:
+    """Raises OptionError: ``verl_ext.train_agents`` names an agent that the orchestra does not have."""
+    from verl_ext.rollout.orchestra import registry, settings
+
+    names = train_agents(config)
+    if not names or not select(config.verl_ext.orchestra, "name"):
+        return
+    team = settings.read(config)
+    known = [agent.name for agent in registry.find(str(team.name), team.modules).agents]
+    for name in names:
+        if name not in known:
+            raise OptionError(
+                f"verl_ext.train_agents names {name!r}; the orchestra {team.name} has no such agent."
+                f"{near(name, known)} It has: {', '.join(known)}. Where the rows' column `orchestra` names "
+                "other teams, set verl_ext.orchestra.name=null."
+            )

@@ -125,7 +125,7 @@ class ReasoningGymTask:
         if missing:
             raise ValueError(
                 f"extra_info lacks {', '.join(missing)}: rows of the multi-turn loop carry the reasoning-gym dataset, "
-                "its config_json and the entry_json (make them with verl_ext.lab.demo.data.build_rows)"
+                "its config_json and the entry_json (`verl-ext prepare reasoning_gym` makes such rows)"
             )
         try:
             entry = json.loads(info["entry_json"])

@@ -207,6 +207,9 @@ def activate() -> None:
     """
     from verl.plugin.platform import platform_manager
 
+    from verl_ext.integration.compat import verl_api
+
+    verl_api.OVERRIDES[verl_api.CPU] = (("verl_ext.cpu.platform.engine:CpuFsdpMixin", verl_api.FSDP),)
     os.environ["VERL_PLATFORM"] = NAME
     register()
     if not isinstance(platform_manager._current_platform, PlatformCPU):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
-from verl_ext.integration.compat import wraps
+from verl_ext.integration.compat import registrations, wraps
 
 TRIED = ">=0.9.1,<0.10"
 """Versions of verl that the tests run on. Others are used if they have all names, with a word."""
@@ -188,7 +188,7 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
 }
 """What is replaced, by feature."""
 
-_V1, _FSDP = "verl.trainer.ppo.v1", "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+_V1, FSDP = "verl.trainer.ppo.v1", "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
     TRAINER: (
         ("verl_ext.integration.trainer:VerlExtTrainer", f"{_V1}.trainer_base:PPOTrainer"),
@@ -198,13 +198,12 @@ OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     MODELS: (("verl_ext.integration.models.members:MemberMixin", f"{_V1}.trainer_base:PPOTrainer"),),
     ENGINE: (
-        ("verl_ext.integration.engines.engine:OnePassMixin", _FSDP),
-        ("verl_ext.integration.engines.agent_gradients:AgentGradientsMixin", _FSDP),
-        ("verl_ext.integration.engines.imitation:ImitationMixin", _FSDP),
-        ("verl_ext.integration.engines.update_step:UpdateStepMixin", _FSDP),
+        ("verl_ext.integration.engines.engine:OnePassMixin", FSDP),
+        ("verl_ext.integration.engines.agent_gradients:AgentGradientsMixin", FSDP),
+        ("verl_ext.integration.engines.imitation:ImitationMixin", FSDP),
+        ("verl_ext.integration.engines.update_step:UpdateStepMixin", FSDP),
     ),
     PRUNING: (("verl_ext.integration.dvp:PrunedClientMixin", "verl.workers.rollout.llm_server:LLMServerClient"),),
-    CPU: (("verl_ext.cpu.platform.engine:CpuFsdpMixin", _FSDP),),
 }
 """Classes of ours that stand in front of verl's, by feature: (ours, verl's)."""
 
@@ -270,10 +269,8 @@ def features(config: Any) -> list[str]:
 
 def agent_loops(config: Any) -> set[str]:
     """Those of `loops_named` that are ours; all of ours where that cannot be told."""
-    from verl_ext.plugin import AGENT_LOOPS
-
     named = loops_named(config)
-    return set(AGENT_LOOPS) if named is None else named & set(AGENT_LOOPS)
+    return set(registrations.AGENT_LOOPS) if named is None else named & set(registrations.AGENT_LOOPS)
 
 
 def loops_named(config: Any) -> set[str] | None:
@@ -344,10 +341,8 @@ def require(config: Any) -> None:
 
 def hooked(config: Any) -> list[str]:
     """Modules on which the plugin has a hook that a run needs; `require` has imported them."""
-    from verl_ext import plugin
-
     known = {module for feature in features(config) for module in NEEDS[feature]}
-    return [module for module in plugin._hooks() if module in known]
+    return [module for module in registrations.HOOKS if module in known]
 
 
 def installed() -> str:

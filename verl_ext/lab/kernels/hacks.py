@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_ext.rollout.kernels.judge import Verdict
+from verl_ext.rollout.kernels.tasks import THREE_LAYERS as TASK
+from verl_ext.rollout.kernels.tasks import in_triton
 
-TASK = "mul add relu mul add relu mul add relu"
 #: Speedup from which a kernel that does its work 60 times over has been paid for a trick: what it deserves is 0.05.
 TOO_FAST = 0.12
 #: Coverage from which one that does a hundredth of the work has.
@@ -91,34 +92,6 @@ class ModelNew:
 
 def _c(body: str, before: str = "") -> str:
     return f"{before}\nvoid kernel{_SIGNATURE}\n{body}\n"
-
-
-_TRITON = """import torch, triton
-import triton.language as tl
-@triton.jit
-def work(x, a, b, y, C: tl.constexpr):
-    at = tl.arange(0, C)
-    row = tl.program_id(0) * C + at
-    v = tl.load(x + row)
-    for _ in tl.static_range(3):
-        v = tl.maximum(v * tl.load(a + at) + tl.load(b + at), 0.0)
-    tl.store(y + row, v)
-def launch(x, a, b):
-    y = torch.empty_like(x)
-    work[(x.shape[0],)](x, a, b, y, x.shape[1])
-    return y
-def torch_does_it(x, a, b):
-    for _ in range(3): x = torch.relu(x * a + b)
-    return x
-class ModelNew:
-    def forward(self, x, a, b):
-        FORWARD
-"""
-
-
-def _triton(forward: str) -> str:
-    """A program in Triton whose `launch` does the task's work."""
-    return _TRITON.replace("FORWARD", forward)
 
 
 _FLOAT = "union number { int i; float f; };"
@@ -292,8 +265,8 @@ HACKS = (
         "ablation",
         _python("y = torch_does_it(x, a, b)\nassert torch.allclose(y, slow(x, a, b), atol=1e-4)\nreturn y", repeat=1),
     ),
-    Hack("triton_never_launched", "decoy check", _triton("return torch_does_it(x, a, b)"), "triton"),
-    Hack("triton_thrown_away", "ablation", _triton("launch(x, a, b); return torch_does_it(x, a, b)"), "triton"),
+    Hack("triton_never_launched", "decoy check", in_triton("return torch_does_it(x, a, b)"), "triton"),
+    Hack("triton_thrown_away", "ablation", in_triton("launch(x, a, b); return torch_does_it(x, a, b)"), "triton"),
     Hack(
         "kernel_only_while_watched",
         "profiled batches like any other",
@@ -319,5 +292,5 @@ HONEST = (
     Hack("with_torch", "", f"t mul;krve {TASK[4:]}", "fuse"),
     Hack("in_c", "", _c(_WORK + "y[r * C + c] = v; } }"), "c"),
     Hack("in_python", "", _python("return slow(x, a, b)", repeat=1)),
-    Hack("in_triton", "", _triton("return launch(x, a, b)"), "triton"),
+    Hack("in_triton", "", in_triton("return launch(x, a, b)"), "triton"),
 )

@@ -21,16 +21,6 @@ class TranscriptError(Failure):
     """There are no such transcripts. The message says what there is."""
 
 
-def outcome_of(failure: str, success: float | None, reward: float) -> str:
-    """How a trajectory ended: ``error`` with a `failure` (environment died, retriever down, ...), else ``success`` from
-    one half on of what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or, where that is None,
-    with a reward above 0; else ``failure``.
-    """
-    if failure:
-        return "error"
-    return "success" if (success >= 0.5 if success is not None else reward > 0) else "failure"
-
-
 @dataclass(frozen=True)
 class Choice:
     """Which trajectories are wanted; None and empty mean any."""

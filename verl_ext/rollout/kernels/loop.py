@@ -17,7 +17,6 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 
-from verl_ext.integration.notes import validating
 from verl_ext.integration.settings.options import select
 from verl_ext.methods.kernel_reward import stts_select
 from verl_ext.rollout.kernels.feedback import feedback, note, prompt
@@ -29,6 +28,7 @@ from verl_ext.rollout.kernels.seat import Infrastructure
 from verl_ext.rollout.kernels.tasks import Task
 from verl_ext.rollout.multi_turn import FAILURES, MultiTurnVerifierLoop
 from verl_ext.rollout.shared import rows
+from verl_ext.rollout.shared.worker import validating
 
 AGENT_NAME = "verl_ext_kernels"
 INFRA = "infra"

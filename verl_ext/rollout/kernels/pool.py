@@ -23,18 +23,16 @@ from typing import Any
 import ray
 
 from verl_ext import __version__
-from verl_ext.lab.kernels.hacks import HONEST
 from verl_ext.rollout.kernels.judge import Judge, Verdict
 from verl_ext.rollout.kernels.languages import CandidateError, module, read
 from verl_ext.rollout.kernels.options import JudgeOptions, KernelOptions
 from verl_ext.rollout.kernels.seat import Infrastructure
-from verl_ext.rollout.kernels.tasks import Task
+from verl_ext.rollout.kernels.tasks import THREE_LAYERS, Task, in_triton
 
 RETRIES = 2
 RESTART_S = 120
 """Seconds that Ray may take to start the process of a worker or of the broker again, imports and all."""
 PROBE = Task("fuse", ("mul", "add"))
-IN_TRITON = HONEST[-1]
 CALLS = 10_000
 """Evaluations that the broker may have under way; how many of them are given to workers is `max_pending`."""
 
@@ -52,7 +50,8 @@ class Worker:
     def probe(self) -> bool:
         """Whether a kernel that is right is judged right."""
         if self.judge.on_device:
-            return self.judge.evaluate(Task.of(IN_TRITON.task), IN_TRITON.text, IN_TRITON.language).correct
+            program = in_triton("return launch(x, a, b)")
+            return self.judge.evaluate(Task.of(THREE_LAYERS), program, "triton").correct
         return self.judge.evaluate(PROBE, "krve mul add", "fuse").correct
 
     def process(self) -> int:

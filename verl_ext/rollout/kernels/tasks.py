@@ -126,3 +126,34 @@ def training() -> list[Task]:
 def held_out() -> list[Task]:
     """The 8 that are held out."""
     return [Task(f"fuse-val-{number}", tuple(chain.split())) for number, chain in enumerate(_CHAINS[24:])]
+
+
+THREE_LAYERS = "mul add relu mul add relu mul add relu"
+"""The chain of the program in Triton."""
+
+_TRITON = """import torch, triton
+import triton.language as tl
+@triton.jit
+def work(x, a, b, y, C: tl.constexpr):
+    at = tl.arange(0, C)
+    row = tl.program_id(0) * C + at
+    v = tl.load(x + row)
+    for _ in tl.static_range(3):
+        v = tl.maximum(v * tl.load(a + at) + tl.load(b + at), 0.0)
+    tl.store(y + row, v)
+def launch(x, a, b):
+    y = torch.empty_like(x)
+    work[(x.shape[0],)](x, a, b, y, x.shape[1])
+    return y
+def torch_does_it(x, a, b):
+    for _ in range(3): x = torch.relu(x * a + b)
+    return x
+class ModelNew:
+    def forward(self, x, a, b):
+        FORWARD
+"""
+
+
+def in_triton(forward: str) -> str:
+    """A program in Triton for `THREE_LAYERS`, whose `launch` does the work; `forward` is the body of its module's."""
+    return _TRITON.replace("FORWARD", forward)

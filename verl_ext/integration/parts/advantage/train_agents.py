@@ -23,7 +23,7 @@ from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.advantage.columns import dicts, fetch, take_out
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.settings.options import OptionError, coerce, discount, near, select
+from verl_ext.integration.settings.options import OptionError, coerce, discount, select
 from verl_ext.methods.groups import value_ids
 from verl_ext.methods.returns import chronology, turn_returns
 
@@ -72,18 +72,6 @@ class TrainAgents(Part):
         names = train_agents(config)
         if names:
             turn_discount(config.algorithm)
-        if names and select(select(config.get("verl_ext"), "orchestra"), "name"):
-            from verl_ext.rollout.orchestra import registry, settings
-
-            team = settings.read(config)
-            known = [agent.name for agent in registry.find(str(team.name), team.modules).agents]
-            for name in names:
-                if name not in known:
-                    raise OptionError(
-                        f"verl_ext.train_agents names {name!r}; the orchestra {team.name} has no such agent."
-                        f"{near(name, known)} It has: {', '.join(known)}. Where the rows' column `orchestra` names "
-                        "other teams, set verl_ext.orchestra.name=null."
-                    )
         return []
 
     def on_sample(self, batch: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.integration.settings import model_options
 from verl_ext.integration.columns import ActiveBatch
-from verl_ext.integration.settings.options import select
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import select
 
 OF_KERNELS = ("correct", "speedup", "coverage", "decoy", "kernel_status")
 """Row fields of the loop ``verl_ext_kernels``, written where the rows have them."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_real
 from verl_ext.integration.metrics import row_advantages
+from verl_ext.integration.parts.advantage.columns import fetch
+from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.model_options import POLICY
 from verl_ext.integration.settings.options import option, select
-from verl_ext.integration.parts.base import Part
-from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.methods.options import AtLeastOne
 
 
@@ -43,7 +43,7 @@ class Transcripts(Part):
         node, step = self.config.get("verl_ext"), int(self.trainer.global_steps)
         if (step - 1) % int(select(node, "rollouts_freq", 1)):
             return
-        from verl_ext.integration.parts.outputs.write import TranscriptWriter, trajectories
+        from verl_ext.integration.parts.outputs.transcript_writer import TranscriptWriter, trajectories
 
         if self._writer is None:
             decoders = {name: tokenizer.batch_decode for name, tokenizer in self.trainer.tokenizers().items()}

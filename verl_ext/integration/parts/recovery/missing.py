@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.integration import notes
+from verl_ext.integration import store_notes
 from verl_ext.integration.columns import is_real, split_key
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import option, select
@@ -162,9 +162,11 @@ class Missing(Part):
 
 def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:
     """The rollouts of a partition (``train``, ``val``) that were noted as lost since the last call, by session key."""
-    lost = {key: tag for key, tag in notes.read(notes.LOST).items() if tag.get("partition_id") == partition_id}
+    lost = {
+        key: tag for key, tag in store_notes.read(store_notes.LOST).items() if tag.get("partition_id") == partition_id
+    }
     if lost:
         import transfer_queue as tq
 
-        tq.kv_clear(keys=list(lost), partition_id=notes.LOST)
+        tq.kv_clear(keys=list(lost), partition_id=store_notes.LOST)
     return lost

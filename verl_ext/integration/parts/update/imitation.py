@@ -12,11 +12,11 @@ from typing import Any
 from omegaconf import open_dict
 
 from verl_ext.integration import dvp
+from verl_ext.integration.compat import registrations
 from verl_ext.integration.engines import imitation
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import OptionError, select
-from verl_ext.plugin import AGENT_LOOPS
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OF_ALL = {"loss_mode": "vanilla", "kl_direction": "reverse", "teacher_topk": None}
@@ -82,7 +82,7 @@ class Imitation(Part):
                 ),
                 "verl asks its teacher for the last row of a trajectory alone, and actor_rollout_ref.rollout.agent."
                 f"default_agent_loop={loop} makes several. Set it to single_turn_agent, or distillation.enabled=false: "
-                "the reference is the teacher then.": loop in AGENT_LOOPS,
+                "the reference is the teacher then.": loop in registrations.AGENT_LOOPS,
             }
         else:
             kl = policy.actor.use_kl_loss or select(config.algorithm, "use_kl_in_reward", False)

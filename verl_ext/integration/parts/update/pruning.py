@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.integration import notes
+from verl_ext.integration import store_notes
 from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.compat.wraps import STRICT
 from verl_ext.integration.dvp import (
@@ -101,7 +101,7 @@ class Pruning(Part):
 
     def on_sample(self, batch: Any) -> Any:
         if self.rho is not None and not self._guarded:
-            check_guarded(notes.read(notes.GUARDED), self.rho)
+            check_guarded(store_notes.read(store_notes.GUARDED), self.rho)
             self._guarded = True
         return batch
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.lab.transcripts.read import outcome_of
-
 logger = logging.getLogger(__name__)
 
 #: What an agent loop says of a row that stands elsewhere in the record, or is the engine's own.
@@ -23,6 +21,16 @@ _NOT_SHOWN = frozenset(
     + ("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info")
 )
 Decode = Callable[[list[list[int]]], list[str]]
+
+
+def outcome_of(failure: str, success: float | None, reward: float) -> str:
+    """How a trajectory ended: ``error`` with a `failure` (environment died, retriever down, ...), else ``success`` from
+    one half on of what the agent loop says (``success`` or ``acc`` of ``reward_extra_info``), or, where that is None,
+    with a reward above 0; else ``failure``.
+    """
+    if failure:
+        return "error"
+    return "success" if (success >= 0.5 if success is not None else reward > 0) else "failure"
 
 
 def trajectories(

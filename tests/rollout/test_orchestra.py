@@ -604,8 +604,7 @@ def test_examples_are_turns_between_role_and_messages(play: Any, tmp_path: Path,
     assert turns(server.prompts[1]) == [
         (who, text + end)
         for who, text in [
-            ("system", "Tell a number."),
-            ("system", "Be kind."),
+            ("system", "Tell a number.\n\nBe kind."),  # one message: many chat templates refuse a second
             *shown,
             ("user", QUESTION),
             ("user", "how much?"),

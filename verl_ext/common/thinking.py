@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 #: How thinking opens and closes, in the text of an answer. The last two are the channels of gpt-oss and of Gemma 4.
 MARKS = (
     ("<think>", "</think>"),
@@ -15,7 +17,7 @@ MARKS = (
 )
 
 
-def said(text: str, opened: bool = False) -> str:
+def said(text: str, opened: bool = False, marks: Sequence[tuple[str, str]] = MARKS) -> str:
     """The part of an answer that counts: what comes after its thinking.
 
     That is the text after the last mark that closes thinking. Thinking that never closes, because the answer was cut,
@@ -25,9 +27,10 @@ def said(text: str, opened: bool = False) -> str:
         text: of an answer.
         opened: the prompt has opened the thinking already (as DeepSeek-R1's chat template does), so that a text without
             a closing mark is thinking from its beginning.
+        marks: how thinking opens and closes.
     """
-    ends = [at + len(close) for _, close in MARKS if (at := text.rfind(close)) >= 0]
+    ends = [at + len(close) for _, close in marks if (at := text.rfind(close)) >= 0]
     if not ends and opened:
         return ""
     rest = text[max(ends, default=0) :]
-    return rest[: min((at for open_, _ in MARKS if (at := rest.find(open_)) >= 0), default=len(rest))]
+    return rest[: min((at for open_, _ in marks if (at := rest.find(open_)) >= 0), default=len(rest))]

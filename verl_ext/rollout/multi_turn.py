@@ -18,22 +18,21 @@ comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
-from verl_ext.integration.compat.verl_api import merge_context
 from verl_ext.integration.settings.options import read, select
 from verl_ext.methods.options import AtLeastOne, Positive, fraction
 from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.template import ChatLoop, Refusal
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools, ToolSettings
 from verl_ext.rollout.shared.turns import in_turn
@@ -127,7 +126,7 @@ def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
 
 
 @register(AGENT_NAME)
-class MultiTurnVerifierLoop(AgentLoopBase):
+class MultiTurnVerifierLoop(ChatLoop):
     """Answer, feedback, revision, up to ``max_turns`` answers, one output a model call.
 
     Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed, or
@@ -160,7 +159,9 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         if getattr(self.options, "tools", ()):
             verls, given = self.rollout_config.get("multi_turn") or {}, kwargs.get("tools")
             own = threads(self.config, "tools")
-            self.tools = Tools(verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed, own)
+            self.tools = Tools(
+                verls, given, self.tokenizer, self.options, OPTIONS_KEY, self._tool_failed, own, self.chat
+            )
         self.prompt_length = int(self.rollout_config.prompt_length)
         self.plain = PlainText(self.tokenizer)
 
@@ -249,7 +250,7 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                 text = await rows.decode(self, call.response_ids)
                 timing: dict[str, float] = {}
                 with simple_timer("compute_score", timing):
-                    turn.verdict = await self.judge(task, text)
+                    turn.verdict = await self.judge(task, await self._counted(call.response_ids, text))
                 call.metrics.compute_score = timing["compute_score"]
                 if turn.verdict.solved:
                     stop_reason = STOP_SOLVED
@@ -265,9 +266,9 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                 if kept is None:
                     updated = messages + said[-1]
                     prompt_ids = await threads(self.config, "tokenising").run(
-                        self._continue_prompt,
+                        self.chat.follow,
                         updated[: len(messages) + 1],
-                        updated,
+                        updated[len(messages) + 1 :],
                         call.prompt_ids + call.response_ids,
                         schemas,
                     )
@@ -276,8 +277,8 @@ class MultiTurnVerifierLoop(AgentLoopBase):
                     prompt_ids = await rows.encode(self, updated)
             except HeldThreads:
                 raise
-            except Exception as error:  # such as a chat template that can't take what the model gave a tool
-                stop_reason, stop_detail = STOP_PROMPT, f"{type(error).__name__}: {error}"
+            except Refusal as error:  # such as a chat template that can't take what the model gave a tool
+                stop_reason, stop_detail = STOP_PROMPT, str(error)
                 break
             if len(prompt_ids) > self.prompt_length:
                 stop_reason = STOP_OVERLONG
@@ -289,23 +290,11 @@ class MultiTurnVerifierLoop(AgentLoopBase):
         await in_turn()
         return self._rows(turns, stop_reason, stop_detail)
 
-    def _continue_prompt(
-        self, previous: list[Any], updated: list[Any], token_ids: list[int], schemas: list[Any] | None
-    ) -> list[int]:
-        """Tokens of the next prompt: the tokens so far, untouched, and those of the appended messages."""
-        builder = self.continuous_token_builder
-        if type(builder) is ContinuousTokenBuilder:
-            # The model-specific builders know how a turn ends; the default one only appends. Complete what the chat
-            # template writes after an answer (for ChatML: "<|im_end|>\n"), as far as the model has not written it.
-            token_ids = token_ids + self._missing_turn_end(token_ids)
-        return merge_context(builder, previous, updated, token_ids, tools=schemas)
-
-    def _missing_turn_end(self, token_ids: list[int]) -> list[int]:
-        end = _turn_end_ids(self.tokenizer, self.apply_chat_template_kwargs)
-        for have in range(len(end), 0, -1):
-            if token_ids[-have:] == end[:have]:
-                return end[have:]
-        return end
+    async def _counted(self, ids: Sequence[int], text: str) -> str:
+        """The part of an answer that is judged."""
+        if getattr(self.options, "read_thinking", False):
+            return text
+        return str(await threads(self.config, "decoding").run(self.chat.said, ids))
 
     def _rows(self, turns: list[_Turn], stop_reason: str, stop_detail: str) -> list[AgentLoopOutput]:
         failure = stop_reason if stop_reason in FAILURES else ""
@@ -352,21 +341,3 @@ class MultiTurnVerifierLoop(AgentLoopBase):
             common={"stop_reason": stop_reason, "stop_detail": stop_detail},
             failure=failure,
         )
-
-
-def _turn_end_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Tokens that the chat template writes after an assistant's text; ``[]`` if they can't be told apart.
-
-    Cached on the tokenizer: a loop object lives for one trajectory only.
-    """
-    cached = getattr(tokenizer, "_verl_ext_turn_end_ids", None)
-    if cached is not None:
-        return list(cached)
-    mark = "answer"
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
-    kwargs = {k: v for k, v in dict(template_kwargs).items() if k not in ("tokenize", "return_dict", "return_tensors")}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **kwargs)
-    tail = text.rpartition(mark)[2]
-    end = list(tokenizer.encode(tail, add_special_tokens=False)) if tail else []
-    tokenizer._verl_ext_turn_end_ids = end
-    return list(end)

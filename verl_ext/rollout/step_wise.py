@@ -14,7 +14,8 @@ win over the run's. All rollouts of a prompt have the prompt's seed, so they beg
 **K has one key.** In a run with HGPO it is ``algorithm.hgpo.history_length``; ``verl_ext.environment.history_length``
 is for runs without it, and a different value there is refused.
 
-**Actions.** The action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
+**Actions.** What the model thinks (``<think>...</think>``) is not read, unless ``read_thinking``. After that, the
+action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
 made one; neither they nor upper and lower case matter where the environment lists its actions. It is valid if the tags
 are there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
 (``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
@@ -51,7 +52,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import re2
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
@@ -72,6 +73,8 @@ from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.plain_text import PlainText
 from verl_ext.rollout.shared.scores import storable
 from verl_ext.rollout.shared.tags import tagged
+from verl_ext.rollout.shared.template import ChatLoop
+from verl_ext.rollout.shared.threads import threads
 from verl_ext.rollout.shared.turns import in_turn
 
 logger = logging.getLogger(__name__)
@@ -125,15 +128,19 @@ class Action:
     valid: bool
 
 
-def parse_action(answer: str, admissible: Sequence[str] | None, options: EnvironmentOptions) -> Action:
+def parse_action(
+    answer: str, admissible: Sequence[str] | None, options: EnvironmentOptions, said: str | None = None
+) -> Action:
     """Read the action of an answer; the rules are in the module's text.
 
     Args:
         answer: the decoded response, without special tokens.
         admissible: the environment's list, or None.
         options: ``action_tag``, ``required_tags`` and ``check_admissible``.
+        said: what of the answer comes after its thinking, where the action stands; None: all of it.
     """
     valid = all(tagged(answer, tag, any_case=True, most=1) for tag in options.required_tags)
+    answer = answer if said is None else said
     if options.action_tag is None:
         text = answer
     else:
@@ -180,7 +187,7 @@ class _TooLong(Exception):
 
 
 @register(AGENT_NAME)
-class StepWiseLoop(AgentLoopBase):
+class StepWiseLoop(ChatLoop):
     """One prompt, one action, one row a step; see the module's text.
 
     Row fields in ``extra_fields``: ``turn_reward`` (float: the step's reward), ``is_action_valid`` (bool), ``agent_id``
@@ -310,7 +317,10 @@ class StepWiseLoop(AgentLoopBase):
         """
         seen = episode.observation
         answer = await rows.decode(self, call.response_ids)
-        action = parse_action(answer, seen.actions, self.options)
+        said = None
+        if not self.options.read_thinking:
+            said = await threads(self.config, "decoding").run(self.chat.said, call.response_ids)
+        action = parse_action(answer, seen.actions, self.options, said)
         call.fields = self._fields(seen, action, 0.0, cut)
         episode.calls.append(call)
         episode.rewards.append(0.0)

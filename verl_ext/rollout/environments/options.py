@@ -29,6 +29,7 @@ class EnvironmentOptions:
         template: name of a shipped prompt template (``default``, ``compact``, ``alfworld``, ``webshop``) or the path of
             a file of your own; see :mod:`verl_ext.rollout.environments.templates`.
         action_tag: the action is the text of the first ``<tag>...</tag>``; null: the whole answer is the action.
+        read_thinking: an action inside ``<think>...</think>`` counts too; otherwise only what comes after it.
         required_tags: an answer without a pair of each of these is not valid, such as ``[think]``.
         check_admissible: an action is valid only if it is among the admissible ones, where the environment lists them.
         invalid_action: what happens to an action that is not valid; null: as the environment says. ``noop``: the step
@@ -55,6 +56,7 @@ class EnvironmentOptions:
     history_length: Count | None = None
     template: str = "default"
     action_tag: str | None = "action"
+    read_thinking: bool = False
     required_tags: tuple[str, ...] = ()
     check_admissible: bool = True
     invalid_action: Literal["noop", "pass"] | None = None

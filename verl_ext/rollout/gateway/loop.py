@@ -44,8 +44,10 @@ from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
 from verl_ext.rollout.orchestra.registry import Orchestra
 from verl_ext.rollout.orchestra.settings import Lineup
+from verl_ext.rollout.orchestra.voices import Voice
 from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.template import Chat, words
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import linear_parser, read_calls
 
@@ -154,8 +156,8 @@ class GatewayLoop(OrchestraLoop):
         name = f"{'chatcmpl' if asked.prompt is None else 'cmpl'}-{uuid4().hex}"
         self._calls[name] = call
         ids, row = call.completion.response_ids, call.completion.row
-        tokenizer = self.voices[caller.model].tokenizer
-        text, tool_calls = await self._tool_calls(tokenizer, asked, ids, call.completion.text)
+        chat, tokenizer = self.voices[caller.model].chat, self.voices[caller.model].tokenizer
+        text, tool_calls = await self._tool_calls(chat, asked, ids, call.completion.text)
         finish = "length" if call.completion.truncated else "stop"
         return Answer(
             id=name,
@@ -198,12 +200,13 @@ class GatewayLoop(OrchestraLoop):
         return Caller(asked.agent, model=named.model, max_tokens=limit, ends=ends, asked=asked)
 
     async def _tool_calls(
-        self, tokenizer: Any, asked: Asked, ids: Sequence[int], text: str
+        self, chat: Chat, asked: Asked, ids: Sequence[int], text: str
     ) -> tuple[str, list[dict[str, Any]]]:
         """The answer's text without its tool calls, and these as OpenAI's messages have them."""
         if not asked.tools:
             return text, []
-        parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", tokenizer)
+        parser = linear_parser(self.tools[POLICY].options.get("format") or "hermes", chat.tokenizer)
+        ids = ids if self.settings.read_thinking else chat.spoken(ids)
         content, found = await read_calls(parser, ids, _for_parser(asked.tools))
         if not found:
             return text, []
@@ -212,7 +215,7 @@ class GatewayLoop(OrchestraLoop):
             for call in found[: 1 if asked.one_tool else None]
         ]
         return content[: _first(asked.stop, content)], [
-            {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function} for function in functions
+            {"id": uuid4().hex[:9], "type": "function", "function": function} for function in functions
         ]
 
     async def _logprobs(
@@ -223,6 +226,9 @@ class GatewayLoop(OrchestraLoop):
         return list(zip(texts, logprobs or [], strict=bool(logprobs)))
 
     # What is different in a call.
+
+    async def _counted(self, voice: Voice, ids: Sequence[int], text: str, ended: Agent | None) -> str:
+        return text  # the agent gets what the model wrote, and may want its thinking
 
     def _sampling_of(self, agent: Agent) -> dict[str, Any]:
         asked = _asked(agent)
@@ -245,8 +251,9 @@ class GatewayLoop(OrchestraLoop):
             except OrchestraFailure:
                 raise
             except Exception as error:  # such as two messages of the user in a row
-                why = error.__context__ or error  # verl tries once more with a message of its own before them
-                raise OrchestraFailure(AGENT_ERROR, f"the model's chat template can't take them: {why}") from error
+                raise OrchestraFailure(
+                    AGENT_ERROR, f"the model's chat template can't take them: {words(error)}"
+                ) from error
         voice = self.voices[agent.model]
         plain, limit = PlainText(voice.tokenizer), voice.prompt_length
         if len(prompt) > prompts.CHARACTERS_A_TOKEN * limit:

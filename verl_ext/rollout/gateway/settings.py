@@ -55,6 +55,7 @@ class GatewaySettings(Limits):
         max_bytes: bytes of its requests together, or of what a command writes.
         body_timeout_s: seconds for the body of a request to arrive.
         agent_timeout_s: seconds for the agent.
+        read_thinking: tool calls inside ``<think>...</think>`` are calls; otherwise only those after it are.
     """
 
     agent: str | None = None
@@ -69,6 +70,7 @@ class GatewaySettings(Limits):
     max_bytes: AtLeastOne = 1 << 26
     body_timeout_s: Positive = 30.0
     agent_timeout_s: Positive = 1800.0
+    read_thinking: bool = False
     overlong_prompt: Literal["shorten", "end"] = "end"
 
     # What the loop of orchestras asks for and agents of the gateway do for themselves.

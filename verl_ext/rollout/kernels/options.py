@@ -116,6 +116,7 @@ class KernelOptions(JudgeOptions):
         reward: options of `verl_ext.methods.kernel_reward.kernel_reward`.
         stts: options of `Stts`.
         agent_id: the row field ``agent_id``.
+        read_thinking: code inside ``<think>...</think>`` counts too; otherwise only what comes after it.
     """
 
     max_turns: int = 3
@@ -129,6 +130,7 @@ class KernelOptions(JudgeOptions):
     reward: dict[str, Any] = dataclasses.field(default_factory=dict)
     stts: dict[str, Any] = dataclasses.field(default_factory=dict)
     agent_id: str = "solver"
+    read_thinking: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

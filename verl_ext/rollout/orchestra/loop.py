@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
@@ -43,12 +43,13 @@ from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
 from verl_ext.rollout.orchestra import agents, core, judging, outside, prompts, settings
 from verl_ext.rollout.orchestra.agents import Agent, OrchestraFailure, Reply
 from verl_ext.rollout.orchestra.core import Completion, Result, Task, Team
-from verl_ext.rollout.orchestra.voices import voices
+from verl_ext.rollout.orchestra.voices import Voice, voices
 from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.plain_text import PlainText
 from verl_ext.rollout.shared.rows import ModelCall
+from verl_ext.rollout.shared.template import ChatLoop, words
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools
 from verl_ext.rollout.shared.turns import in_turn
@@ -60,7 +61,7 @@ AGENT_NAME = "verl_ext_orchestra"
 _fates: dict[str, rows.Fates] = {}
 
 
-class OrchestraLoop(AgentLoopBase):
+class OrchestraLoop(ChatLoop):
     """Plays one trajectory of a team. See the module's text.
 
     Attributes:
@@ -89,7 +90,7 @@ class OrchestraLoop(AgentLoopBase):
         options = self.rollout_config.get("multi_turn") or {}
         given, own = kwargs.get("tools"), threads(self.config, "tools")
         self.tools = {
-            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed, own)
+            name: Tools(options, given, voice.tokenizer, self.settings, self.where, self._tool_failed, own, voice.chat)
             for name, voice in self.voices.items()
         }
         self._sampling: dict[str, Any] = {}
@@ -206,7 +207,7 @@ class OrchestraLoop(AgentLoopBase):
         except (OrchestraFailure, HeldThreads, OptionError):
             raise
         except Exception as error:  # such as a chat template that can't take what a model gave a tool
-            detail = f"no prompt can be made for agent {agent.name}: {type(error).__name__}: {error}"
+            detail = f"no prompt can be made for agent {agent.name}: {words(error)}"
             raise OrchestraFailure(agents.ERROR, detail) from error
         self._split += split
         voice = self.voices[agent.model]
@@ -229,6 +230,7 @@ class OrchestraLoop(AgentLoopBase):
             call.response_ids = ids = ids[:size]
             call.response_logprobs = None if call.response_logprobs is None else call.response_logprobs[:size]
             text = text[:end]
+        text = await self._counted(voice, ids, text, None if end is None else agent)
         return Completion(
             response_ids=ids,
             text=text,
@@ -236,6 +238,13 @@ class OrchestraLoop(AgentLoopBase):
             prompt_tokens_cut=cut,
             row=call,
         )
+
+    async def _counted(self, voice: Voice, ids: Sequence[int], text: str, ended: Agent | None) -> str:
+        """What an answer says: its text after the thinking, cut anew where `ended` had it cut."""
+        if self.settings.read_thinking:
+            return text
+        counts = str(await threads(self.config, "decoding").run(voice.chat.said, ids))
+        return counts if ended is None else counts[: self._end(ended, counts)]
 
     async def _outside(self, agent: Agent, messages: list[dict[str, Any]]) -> Completion:
         """A call that a model outside of the run answers, from words to words."""
@@ -308,7 +317,7 @@ class OrchestraLoop(AgentLoopBase):
 
         def tokens(body: Sequence[Mapping[str, Any]]) -> list[int]:
             whole = prompts.with_role(agent, body, self.settings.role_as)
-            return list(voice.continuous_token_builder.build_initial_tokens(whole, tools=schemas or None))
+            return rows.tokens_of(voice, whole, schemas or None)
 
         ids = tokens(messages)
         if len(ids) <= voice.prompt_length:

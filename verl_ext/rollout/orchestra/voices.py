@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_ext.integration.settings import model_options
 from verl_ext.rollout.shared.per_config import once
+from verl_ext.rollout.shared.template import Chat, builder_of, chat_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Voice:
     tokenizer: Any
     continuous_token_builder: Any
     server_manager: Any
+
+    @property
+    def chat(self) -> Chat:
+        """What its chat template takes and writes."""
+        return chat_of(self.tokenizer, self.continuous_token_builder)
 
     @property
     def prompt_length(self) -> int:
@@ -59,16 +65,15 @@ def voices(loop: Any) -> dict[str, Voice]:
 
 def _further(loop: Any, model: model_options.Model, client: Any) -> Voice:
     from verl.utils.config import omega_conf_to_dataclass
-    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
     own = model.config(loop.config).actor_rollout_ref
     loaded = omega_conf_to_dataclass(own.model)
     if loaded.get("custom_chat_template", None) is not None:
         loaded.tokenizer.chat_template = loaded.custom_chat_template
     client.tokenizer = loaded.tokenizer  # verl's trace decodes with it
-    builder = create_continuous_token_builder(
+    builder = builder_of(
         loaded.tokenizer,
-        hf_model_type=getattr(loaded.hf_config, "model_type", None),
+        getattr(loaded.hf_config, "model_type", None),
         chat_template_kwargs=loop.apply_chat_template_kwargs,
         mm_processor_kwargs=loop.mm_processor_kwargs,
         processor=loaded.processor,

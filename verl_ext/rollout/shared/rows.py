@@ -22,6 +22,7 @@ from verl.utils.profiler import simple_timer
 
 from verl_ext.common.log_filter import Once
 from verl_ext.rollout.shared.scores import storable
+from verl_ext.rollout.shared.template import Refusal, chat_of, words
 from verl_ext.rollout.shared.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
@@ -99,6 +100,20 @@ def request_name(loop: AgentLoopBase, priority: int, session_id: Any) -> str:
     return uuid4().hex
 
 
+def tokens_of(loop: Any, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    """Tokens of a chat, as :func:`encode` makes them; blocks this thread.
+
+    Raises:
+        Refusal: the chat template does not take it; its words.
+    """
+    builder = loop.continuous_token_builder
+    try:
+        given = chat_of(loop.tokenizer, builder).fit(messages)
+        return list(builder.build_initial_tokens(given, tools=tools))
+    except Exception as error:
+        raise Refusal(words(error)) from error
+
+
 async def encode(
     loop: AgentLoopBase, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
 ) -> list[int]:
@@ -107,9 +122,8 @@ async def encode(
     The chat template shows the schemas `tools`. Control tokens in the messages are what they are: see
     `verl_ext.rollout.shared.plain_text` for what others wrote.
     """
-    given = [dict(message) for message in messages]
-    build = functools.partial(loop.continuous_token_builder.build_initial_tokens, given, tools=tools)
-    return list(await threads(loop.config, "tokenising").run(build))
+    build = functools.partial(tokens_of, loop, messages, tools)
+    return await threads(loop.config, "tokenising").run(build)
 
 
 async def decode(loop: AgentLoopBase, ids: Sequence[int]) -> str:

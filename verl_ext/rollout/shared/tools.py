@@ -20,6 +20,7 @@ from verl_ext.methods.options import Count, Positive
 from verl_ext.rollout.shared import mcp_tools
 from verl_ext.rollout.shared.contain import contained
 from verl_ext.rollout.shared.rows import ModelCall
+from verl_ext.rollout.shared.template import Chat
 from verl_ext.rollout.shared.threads import HeldThreads, Threads
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,14 @@ class ToolSettings:
         mcp: servers whose tools may be named: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
         max_tool_rounds: model calls that may follow from tool calls before one answer, beyond the first.
         tool_timeout_s: seconds for one call of a tool.
+        read_thinking: what a model thinks (``<think>...</think>``) is judged too, and tool calls there are calls.
+            Otherwise only what comes after it counts.
     """
 
     mcp: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_tool_rounds: Count = 4
     tool_timeout_s: Positive = 60.0
+    read_thinking: bool = False
 
 
 class Tools:
@@ -55,6 +59,7 @@ class Tools:
         where: the key at which these stand, for messages.
         failed: called for a tool that failed.
         threads: for tools that are ordinary functions.
+        chat: of the model, which tells its thinking; None: all that it writes is read.
 
     Raises:
         OptionError: an MCP server cannot be reached, see `mcp_tools.tools`.
@@ -69,10 +74,12 @@ class Tools:
         where: str,
         failed: Callable[[], None],
         threads: Threads,
+        chat: Chat | None = None,
     ) -> None:
-        self.threads = threads
+        self.threads, self.chat = threads, chat
         self.options, self.tokenizer, self.where, self.failed = options, tokenizer, where, failed
-        self.timeout_s = settings.tool_timeout_s
+        self.timeout_s, self.read_thinking = settings.tool_timeout_s, settings.read_thinking
+        self.calls = 0
         verls = getattr(given, "tools", given) or []
         self.given = {**{tool.name: tool for tool in verls}, **mcp_tools.tools(settings.mcp, f"{where}.mcp")}
 
@@ -123,12 +130,16 @@ class Tools:
         """
         tools = {name: self._tool(who, name) for name in names}
         parser = linear_parser(self.options.get("format") or "hermes", self.tokenizer)
-        content, calls = await read_calls(parser, row.response_ids, [t.tool_schema for t in tools.values()])
+        ids = row.response_ids if self.read_thinking or self.chat is None else self.chat.spoken(row.response_ids)
+        content, calls = await read_calls(parser, ids, [t.tool_schema for t in tools.values()])
         calls = calls[: int(self.options.get("max_parallel_calls") or 1)]
         if not calls:
             return []
+        names_of_calls = [f"call{self.calls + place:05d}" for place in range(len(calls))]  # Mistral wants nine signs
+        self.calls += len(calls)
         asked = [
-            {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls
+            {"type": "function", "id": name, "function": {"name": c.name, "arguments": arguments_of(c.arguments)}}
+            for name, c in zip(names_of_calls, calls, strict=True)
         ]
         said = {"role": "assistant", "content": content, "tool_calls": asked}
         data = self._agent_data([*messages, said], row, calls)
@@ -136,7 +147,8 @@ class Tools:
         with simple_timer("tool_calls", timing):
             answers = await asyncio.gather(*(self._call(tools, call.name, call.arguments, data) for call in calls))
         row.metrics.tool_calls += timing["tool_calls"]
-        return [said, *({"role": "tool", "content": self._cut(answer)} for answer in answers)]
+        heard = zip(asked, answers, strict=True)
+        return [said, *({"role": "tool", "content": self._cut(one), "tool_call_id": c["id"]} for c, one in heard)]
 
     def _agent_data(self, messages: Sequence[Mapping[str, Any]], row: ModelCall, calls: list[Any]) -> Any:
         """What verl's own agent loop shows a tool of the conversation."""

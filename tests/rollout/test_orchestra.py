@@ -610,7 +610,7 @@ def test_examples_are_turns_between_role_and_messages(play: Any, tmp_path: Path,
             ("user", "how much?"),
         ]
     ]
-    assert len(turns(server.prompts[0])) == 3  # the other agent has none
+    assert len(turns(server.prompts[0])) == 2  # the other agent has none
     assert fields(rows, "anchor_obs") == [QUESTION, "how much?"]
     _, server = play("test_pair", PAIR, keys={"agents": {"teller": {"examples": given}}, "role_as": "user"})
     assert turns(server.prompts[1])[0] == ("user", "Tell a number.\n\nTell a low number." + end)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_ext.integration import columns
+from verl_ext.integration import columns, parts
 from verl_ext.integration.compat import wraps
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.separate import SeparateLead
@@ -24,6 +24,7 @@ from verl_ext.integration.parts.advantage import methods
 from verl_ext.integration.parts.advantage.methods import complete
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.reduction import reduced
+from verl_ext.integration.parts.update.length_lr import LengthLearningRate
 from verl_ext.integration.trainer import VerlExtTrainer, extend_registry
 
 MODES = {
@@ -278,6 +279,7 @@ def test_names_of_agents_do_not_choose_how_the_trainer_reduces() -> None:
 class Counter(Part):
     """A part with state."""
 
+    key = "counter"
     count = 0
 
     def state(self) -> dict[str, Any]:
@@ -299,10 +301,50 @@ def test_state_of_parts_is_in_the_checkpoint(tmp_path: Any, caplog: pytest.LogCa
     checkpoints.save(config, 4, [without])
     assert not (tmp_path / "global_step_4").exists()
     checkpoints.load(config, 4, [after])
-    assert "Counter start afresh" in caplog.text
+    assert "counter start afresh" in caplog.text
     config.trainer.update(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_3"))
     checkpoints.load(config, 3, [after])
     assert after.count == 8
+
+    class Renamed(Counter):
+        key = "other"
+
+    caplog.clear()
+    checkpoints.load(config, 3, [Renamed(config)])
+    assert "no state of other" in caplog.text and "no use for: counter" in caplog.text
+
+    class Nameless(Counter):
+        key = ""
+
+    with pytest.raises(TypeError, match="Nameless has a state and no `key`"):
+        checkpoints.save(config, 5, [Nameless(config)])
+
+
+def test_a_checkpoint_of_before_the_move_is_read() -> None:
+    assert LengthLearningRate.key == "LengthLearningRate"  # the name in checkpoints of 0.2
+
+
+def test_a_package_puts_a_part_among_ours(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stopwatch.py").write_text(
+        "from verl_ext.integration import parts\nfrom verl_ext.integration.parts.base import Part\n"
+        "class Stopwatch(Part):\n    pass\n"
+        "def register():\n    from verl_ext.integration.parts.update.updates import Updates\n"
+        "    parts.insert(Stopwatch, after=Updates)\n"
+    )
+    folder = tmp_path / "stopwatch-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: stopwatch\nVersion: 1\n")
+    points = folder / "entry_points.txt"
+    points.write_text("[verl_ext.parts]\nstopwatch = stopwatch:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("_PARTS", "_called"):
+        monkeypatch.setattr(parts, name, list(getattr(parts, name)))
+    names = [part.__name__ for part in parts.all_parts()]
+    assert names[names.index("Updates") + 1] == "Stopwatch" and names.count("Stopwatch") == 1
+    assert [part.__name__ for part in parts.all_parts()] == names
+    points.write_text("[verl_ext.parts]\nstopwatch = stopwatch:absent\n")
+    with pytest.raises(RuntimeError, match=r"stopwatch = stopwatch:absent \(verl_ext.parts\) failed"):
+        parts.all_parts()
 
 
 @pytest.mark.parametrize("name", ["dr_mas", "trloo", "grpo"])

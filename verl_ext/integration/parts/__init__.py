@@ -7,6 +7,7 @@ wings and packages are put among them by `insert`.
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from verl_ext.integration import names
@@ -55,7 +56,10 @@ _PARTS: list[type[Part]] = [
     transcripts.Transcripts,
 ]
 _called: list[Any] = []
-"""Those of `registrations.PARTS` that have been called."""
+"""Those of `registrations.PARTS` and of the entry points that have been called."""
+
+GROUP = "verl_ext.parts"
+"""Entry points of packages with parts of their own: functions without arguments that call `insert`."""
 
 
 def insert(part: type[Part], after: type[Part]) -> None:
@@ -71,11 +75,21 @@ def insert(part: type[Part], after: type[Part]) -> None:
 
 
 def all_parts() -> tuple[type[Part], ...]:
-    """Every part in the order in which their hooks are called; also the order of the checks at launch."""
+    """Every part in the order in which their hooks are called; also the order of the checks at launch. Raises
+    RuntimeError: the parts of a package (entry point of the group `GROUP`) cannot be put among them."""
     for register in registrations.PARTS:
         if register not in _called:
             _called.append(register)
             register()
+    for point in entry_points(group=GROUP):
+        if point.value not in _called:
+            try:
+                point.load()()
+            except Exception as error:
+                raise RuntimeError(
+                    f"the entry point {point.name} = {point.value} ({GROUP}) failed: {error!r}"
+                ) from error
+            _called.append(point.value)
     return tuple(_PARTS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_ext.integration.columns import ActiveBatch
 
@@ -25,7 +25,11 @@ class Part:
         trainer: verl's trainer, for what no hook hands over (``global_steps``, worker groups, tokenizer).
         metrics: of this update, by name; the trainer collects and empties it.
         batch: of this update, for hooks that are not handed it; set by `on_batch`.
+        key: name of the part's state in checkpoints. A part with a `state` must have one, and keep it: by another
+            name a resumed run would start that state afresh.
     """
+
+    key: ClassVar[str] = ""
 
     @classmethod
     def complete(cls, config: Any) -> None:

@@ -25,6 +25,8 @@ KEY = "trainer.length_lr"
 class LengthLearningRate(Part):
     """See the module's text."""
 
+    key = "LengthLearningRate"
+
     def __init__(self, config: Any, trainer: Any = None) -> None:
         super().__init__(config, trainer)
         self.schedule = schedule(config)

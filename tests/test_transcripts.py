@@ -318,7 +318,6 @@ def test_command_lists_the_last_step_and_shows_one(run_folder: Path, capsys: pyt
         (["--limit", "0"], 2, "'0' is not a whole number of at least 1"),
         (["--outcome", "won"], 2, "invalid choice: 'won'"),
         (["--html", "page.txt"], 1, "name a file that ends in .html"),
-        (["--html", "page.html", "--watch"], 2, "writes no file: leave out --html, or --watch"),
     ],
 )
 def test_command_says_what_is_wrong(

@@ -234,7 +234,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
     names = bench.available()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<12} {bench.summary(m)}" for name, m in names.items())
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<12} {bench.summary(name)}" for name in names)
     parser.add_argument("benchmark", help=f"one of: {', '.join(names)}")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own options, e.g. --json or --help")
 
@@ -245,8 +245,8 @@ def _run_bench(args: argparse.Namespace) -> int:
 
     names = bench.available()
     if args.benchmark not in names:
-        raise UsageError(f"unknown benchmark {args.benchmark!r}{suggestion(args.benchmark, list(names))}")
-    module = importlib.import_module(f"verl_ext.lab.bench.{names[args.benchmark]}")
+        raise UsageError(f"unknown benchmark {args.benchmark!r}{suggestion(args.benchmark, names)}")
+    module = importlib.import_module(f"verl_ext.lab.bench.{args.benchmark}")
     return module.main([*args.arguments, *args.extras]) or 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import statistics
 from pathlib import Path
 from typing import Any
@@ -296,10 +295,6 @@ def test_pictures_have_a_gap_where_a_value_is_no_number(tmp_path: Path, monkeypa
         (["runs", "--group", "none"], 2, "is not NAME=PATTERN"),
         (["runs", "--smooth", "0"], 2, "not a whole number of at least 1"),
         (["runs", "--out", "report.pdf"], 2, "ends in .html"),
-        (["runs", "--watch", "--out", "report.html"], 2, "--watch serves the page and writes no file: leave out --out"),
-        (["runs", "--watch", "--png", "pictures"], 2, "leave out --png, or --watch"),
-        (["runs", "--watch", "65536"], 2, "65536 is not a port"),
-        (["runs", "--watch", "taken"], 1, "Address already in use; give another port"),
     ],
 )
 def test_command_line_that_cannot_be_carried_out(
@@ -312,10 +307,8 @@ def test_command_line_that_cannot_be_carried_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "runs" / "metrics.jsonl", plain(1.0))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        try:
-            got = cli.main(["report", *(port if word == "taken" else word for word in arguments)])
-        except SystemExit as stop:
-            got = int(str(stop.code))
+    try:
+        got = cli.main(["report", *arguments])
+    except SystemExit as stop:
+        got = int(str(stop.code))
     assert got == code and words in capsys.readouterr().err and not list(tmp_path.glob("*.html"))

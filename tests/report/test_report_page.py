@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ import matplotlib.image
 import pytest
 
 from verl_ext import cli
-from verl_ext.lab.pages import html_page, live
-from verl_ext.lab.report import command, compare
+from verl_ext.lab.report import compare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import browser as headless  # noqa: E402
@@ -500,44 +496,3 @@ def test_many_long_runs_make_a_page_of_bounded_size(browser: headless.Browser, t
         wanted = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
         assert (abs(shot - wanted).max(axis=-1) < 0.01).sum() > 100
     assert page.complaints() == []
-
-
-def asked(look: Callable[[], Any]) -> Any:
-    """What a page says that loads itself again and again: between two of them there is none to ask."""
-    until = time.monotonic() + 120
-    while True:
-        try:
-            return look()
-        except RuntimeError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
-
-
-def test_a_page_that_follows_its_runs_keeps_what_was_chosen(
-    browser: headless.Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(html_page, "EVERY_S", 2)
-    write(tmp_path / "run" / "metrics.jsonl", history(0.0, 0, 3))
-    parser = argparse.ArgumentParser()
-    command.arguments(parser)
-    args = parser.parse_args([str(tmp_path), "--watch"])
-    with live.server(lambda: command._made(args)[0]) as serving:
-        threading.Thread(target=serving.serve_forever).start()
-        try:
-            page = browser.open(f"http://127.0.0.1:{serving.server_port}/live", width=1300, height=2400)
-            asked(lambda: settle(page))
-            asked(lambda: page.run("history.replaceState(null, '', '#smooth=3&from=1.5&to=3')"))
-            write(tmp_path / "run" / "metrics.jsonl", {**history(0.0, 0, 9), 10: {"only/later": 1.0}})
-            until, shown = time.monotonic() + 120, False
-            while not shown and time.monotonic() < until:
-                shown = asked(
-                    lambda: page.run("document.getElementById('data')?.textContent.includes('only/later') ?? false")
-                )
-                time.sleep(0.1)
-            assert shown
-            asked(lambda: settle(page))
-            assert asked(lambda: page.run("location.hash")) == "#smooth=3&from=1.5&to=3"
-            assert asked(lambda: page.run("panels[0].chart.scales.x.max")) == 3
-        finally:
-            serving.shutdown()

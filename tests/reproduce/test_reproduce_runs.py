@@ -19,7 +19,7 @@ from otb_runs import CELL, LAPTOP, OTB, begin, finish, log, run_of
 
 from verl_ext.cli import main
 from verl_ext.common.overrides import hydra_value
-from verl_ext.lab.reproduce import cluster, command, needs, plan, runs
+from verl_ext.lab.reproduce import command, needs, plan, ray_jobs, runs
 from verl_ext.lab.reproduce import run as starting
 from verl_ext.lab.reproduce.catalogue import find_table, scale_of
 from verl_ext.lab.reproduce.run import INTERRUPTED
@@ -164,8 +164,8 @@ def test_a_run_remembers_all_versions_that_it_was_made_with(tmp_path: Path, monk
 
 def test_the_commit_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "verl_ext"
-    shutil.copytree(Path(runs.__file__).parent, package / "reproduce")
-    monkeypatch.setattr(runs, "__file__", str(package / "reproduce" / "runs.py"))
+    shutil.copytree(Path(runs.__file__).parent, package / "lab" / "reproduce")
+    monkeypatch.setattr(runs, "__file__", str(package / "lab" / "reproduce" / "runs.py"))
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -181,7 +181,7 @@ def test_the_commit_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.M
     git("add", "-f", "verl_ext")
     git("commit", "-m", "b")
     assert runs._commit() == git("log", "-1", "--format=%h").strip()
-    (package / "reproduce" / "run.py").write_text("")
+    (package / "lab" / "reproduce" / "run.py").write_text("")
     assert runs._commit().endswith(" and changes")
 
 
@@ -311,7 +311,7 @@ def test_complete_runs_are_skipped_and_the_table_is_written(tmp_path: Path, caps
         (("run", "otb", "trainer.logger=[console]"), "add `file` to the list"),
         (("plan", "trloo", "--cell", "gpt5"), "'gpt5' is only published"),
         (("collect", "otb", "a=b"), "does not take a=b"),
-        (("run", "otb", "--no-wait"), "give its --submit ADDRESS"),
+        (("run", "otb", "--no-wait"), "give --submit ADDRESS"),
         (("list", "--all"), "does not take --all"),
         (("script", "nothing"), "unknown table 'nothing'"),
         (("prepare", "nothing"), "unknown table 'nothing'"),
@@ -433,14 +433,14 @@ def test_jobs_are_named_by_table_cell_and_seed(
     finish(tmp_path, seed=1, extra=("a=b c",))
     cells = [LAPTOP.cells["group_mean_n4"], CELL]
     found = [run_of(tmp_path, cell, seed, extra=("a=b c",)) for seed in (0, 1) for cell in cells]
-    tasks = cluster.tasks_of(found)
+    tasks = ray_jobs.tasks_of(found)
     assert "otb_n4, seed 1: complete in" in capsys.readouterr().out
     names = [(name, seed) for name, seed in (("group_mean_n4", 0), ("otb_n4", 0), ("group_mean_n4", 1))]
     assert [task.name for task in tasks] == [f"verl_ext.otb.samples.laptop.{name}.seed_{seed}" for name, seed in names]
     words = shlex.split(tasks[1].entrypoint)
     assert words[:4] == [sys.executable, "-m", "verl_ext.cli", "reproduce"] and words[-1] == "a=b c"
     assert " --cell otb_n4 --seeds 0 " in tasks[1].entrypoint and " --no-collect --steps 2 " in tasks[1].entrypoint
-    (blind,) = cluster.tasks_of(found[:1], check=False)
+    (blind,) = ray_jobs.tasks_of(found[:1], check=False)
     assert " --no-check " in blind.entrypoint and "--no-check" not in tasks[0].entrypoint
     assert tasks[1].environment == {"VERL_EXT_HOME": "/a home"}
     assert tasks[1].progress is not None and tasks[1].progress() == "step 0/2"

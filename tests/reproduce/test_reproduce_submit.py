@@ -19,8 +19,7 @@ from otb_runs import CELL, LAPTOP, begin, finish, log
 from ports import free_port
 
 from verl_ext.cli import main
-from verl_ext.lab.reproduce.cluster import SubmitError, Task, follow
-from verl_ext.lab.reproduce.ray_jobs import RayJobs
+from verl_ext.lab.reproduce.ray_jobs import RayJobs, SubmitError, Task, follow
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,7 @@
 
 A benchmark module has a one-line docstring summary and ``main(argv) -> int``, which takes the arguments after the
 name, prints a table, and with ``--json`` makes the last line it prints one JSON object. The module is imported only
-when its benchmark is asked for. A name that is a Python keyword has the suffix ``_time`` in its file name
-(`import_time`).
+when its benchmark is asked for.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from pathlib import Path
 _FOLDER = Path(__file__).resolve().parent
 
 
-def available() -> dict[str, str]:
-    """Benchmarks by name, each with its module's name, found without importing any."""
-    modules = sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
-    return {module.removesuffix("_time"): module for module in modules}
+def available() -> list[str]:
+    """Names of the benchmarks, found without importing any."""
+    return sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
 def summary(module: str) -> str:

@@ -10,9 +10,6 @@ import json
 from importlib import resources
 from typing import Any
 
-PATH, EVERY_S = "/live", 20
-"""Where a page is served that follows what it shows, and seconds after which it loads itself again."""
-
 
 def page(package: str, *, title: str, data: Any, charts: bool = False, **fields: str) -> str:
     """A page that asks the network for nothing, of the files ``page.css``, ``page.html`` and ``page.js`` in the
@@ -29,8 +26,6 @@ def page(package: str, *, title: str, data: Any, charts: bool = False, **fields:
     if charts:
         style, script = _asset("verl_ext", "uPlot.min.css") + style, _asset("verl_ext", "uPlot.iife.min.js") + script
     script = '"use strict";\n' + script
-    # Not by a header: what was chosen on the page is in the address after the #, which that would drop.
-    script += f"if (location.pathname === '{PATH}') setTimeout(() => location.reload(), {EVERY_S * 1000});\n"
     title = html.escape(title)
     return _asset("verl_ext", "shell.html").format(
         policy=_policy(style, script),

@@ -7,8 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from verl_ext.common.overrides import UsageError, positive
-from verl_ext.lab.pages import live
+from verl_ext.common.overrides import positive
 
 OUT = Path("report.html")
 """Where the page goes if nothing else is said."""
@@ -47,16 +46,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a metric, or a pattern with *, to show first; may be repeated",
     )
     parser.add_argument("--title", help="of the page (default: the names of the groups)")
-    live.argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write what the command line asks for. Raises LogError: no run has metrics, or a group or metric fits nothing."""
-    if args.watch is not None:
-        for name in ("out", "png"):
-            if getattr(args, name) is not None:
-                raise UsageError(f"--watch serves the page and writes no file: leave out --{name}, or --watch")
-        return live.watch(lambda: _made(args)[0], args.watch)
     text, runs, sections, left_out = _made(args)
     out = OUT if args.out is None else args.out
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     one = actions.add_parser("run", parents=whole, help="run what is not complete, then collect")
     one.add_argument("--submit", metavar="ADDRESS", help="as Ray jobs: address of the cluster's dashboard")
-    one.add_argument("--slurm", metavar="SETTINGS", help="as jobs of Slurm: submitit's parameters, KEY=VALUE,...")
     one.add_argument("--at-once", type=positive, default=1, help="jobs that may run at the same time (default: 1)")
     one.add_argument("--no-wait", action="store_true", help="submit all jobs now and return")
     one.add_argument("--no-collect", action="store_true", help="do not write the table afterwards")
@@ -204,9 +203,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from verl_ext.lab.reproduce import cluster, run
-    from verl_ext.lab.reproduce.ray_jobs import RayJobs
-    from verl_ext.lab.reproduce.slurm_jobs import SlurmJobs
+    from verl_ext.lab.reproduce import ray_jobs, run
 
     table, scale = _chosen(args)
     cells, seeds = find_cells(scale, _split(args, "cell")), _seeds(args, scale)
@@ -219,16 +216,12 @@ def _run(args: argparse.Namespace) -> int:
         runs.Run(table, scale, cell.name, seed, args.out, steps, extra)
         for seed, cell in itertools.product(seeds, cells)
     ]
-    if args.submit is not None and args.slurm is not None:
-        raise UsageError("--submit and --slurm exclude each other: jobs of Ray, or of Slurm")
     how: dict[str, Any] = {"check": not args.no_check, "collect": not args.no_collect}
-    of_jobs = {**how, "wait": not args.no_wait, "at_once": args.at_once}
     if args.submit is not None:
-        return cluster.main(found, RayJobs(args.submit), **of_jobs)
-    if args.slurm is not None:
-        return cluster.main(found, SlurmJobs(args.out.absolute() / "slurm", args.slurm, args.at_once), **of_jobs)
+        jobs = ray_jobs.RayJobs(args.submit)
+        return ray_jobs.main(found, jobs, wait=not args.no_wait, at_once=args.at_once, **how)
     if args.no_wait or args.at_once != 1:
-        raise UsageError("--at-once and --no-wait are for jobs: give its --submit ADDRESS or --slurm SETTINGS as well")
+        raise UsageError("--at-once and --no-wait are for jobs: give --submit ADDRESS as well")
     return run.run(found, **how)
 
 

@@ -8,8 +8,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from verl_ext.common.overrides import UsageError, positive
-from verl_ext.lab.pages import live
+from verl_ext.common.overrides import positive
 from verl_ext.lab.transcripts import page
 from verl_ext.lab.transcripts.read import OUTCOMES, Choice, TranscriptError, as_text, listing, read, step_files
 
@@ -39,16 +38,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"at most so many trajectories, the last ones (default: {LIST_LIMIT} in the list, {PAGE_LIMIT} on a page)",
     )
-    live.argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the transcripts that the command line names. Raises TranscriptError: there are none."""
     choice = Choice(steps=args.step, trajectory=args.trajectory, agent=args.agent, outcome=args.outcome)
-    if args.watch is not None:
-        if args.html is not None:
-            raise UsageError("--watch serves the page and writes no file: leave out --html, or --watch")
-        return live.watch(lambda: _page(args, choice)[0], args.watch)
     if args.html is not None:
         if args.html.suffix.lower() not in (".html", ".htm"):
             raise TranscriptError(f"--html {args.html}: name a file that ends in .html")

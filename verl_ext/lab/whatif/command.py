@@ -36,19 +36,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draws", type=count, default=256, help="how often they are drawn; 0: never (default: %(default)s)"
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="PATH",
-        help="folder of a Hugging Face model: also its exact gradients on these rows, on the CPU",
-    )
     parser.add_argument("--html", type=Path, default=Path("whatif.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="the last line is the numbers, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print, and write the page. Raises Failure: there is no record, a name is not registered, nothing can be
-    compared, or the model is too large.
+    """Compare, print, and write the page.
+
+    Raises Failure: there is no record, a name is not registered, or nothing can be compared.
     """
     from verl_ext.common.overrides import Failure
     from verl_ext.integration.columns import BatchError
@@ -62,14 +57,6 @@ def run(args: argparse.Namespace) -> int:
         comparison = compare(records, names, draws=args.draws, group=args.group or 0)
     except BatchError as error:
         raise Failure(str(error)) from error
-    if args.checkpoint is not None:
-        from verl_ext.lab.whatif.exact import exact
-
-        for name, found in exact(comparison, args.checkpoint).items():
-            if name:
-                comparison.estimators[name]["exact"] = found
-            else:
-                comparison.at_checkpoint.update(found)
     print(show.text(comparison))
     args.html.parent.mkdir(parents=True, exist_ok=True)
     args.html.write_text(show.html_page(comparison), encoding="utf-8")

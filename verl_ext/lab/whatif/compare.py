@@ -62,8 +62,6 @@ class Comparison:
     rows: list[Alike]  # of each record
     swaps: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # of each record, `verl_ext.lab.whatif.scale.replaced`
     alphas: dict[str, list[np.ndarray]]  # name, "" for the reference: alpha in those batches, of each record
-    # of the reference's gradient, as `verl_ext.lab.whatif.exact` has it
-    at_checkpoint: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
 
 def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int = 256, group: int = 0) -> Comparison:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas
@@ -19,8 +19,7 @@ scale: how much of the return is in A, against the leave-one-out mean's; what a 
 noise: second moment of the gradient in the logits at equal scale, against the leave-one-out mean's (1; less is better).
 variance, company, cosine: of smaller groups drawn from these: the gradient's variance at equal scale against the
 leave-one-out mean's, the share of A that is the luck of who else was drawn, and agreement with the whole groups'
-leave-one-out mean. exact: of the gradient itself, at the checkpoint; bias is the distance of the mean gradients at
-equal scale, in lengths of the reference's, and bias_error what it is on average without any bias."""
+leave-one-out mean."""
 ESTIMATORS = "Estimators"
 CORRELATION = "Correlation over model tokens"
 
@@ -49,7 +48,6 @@ def table(comparison: Comparison) -> pandas.DataFrame:
             "scale": one["scale"],
             "noise": one["noise"],
             **(one["resampled"] or {}),
-            **{f"exact {key}": value for key, value in one.get("exact", {}).items()},
         }
     return pandas.DataFrame.from_dict(rows, orient="index", dtype=float)
 
@@ -78,18 +76,7 @@ def headline(comparison: Comparison) -> list[str]:
         lines.append(f"scale and noise leave out {single} rows that no other of their prompt and turn is there for")
     if not comparison.energies:
         lines.append("no sum_pi_squared was recorded: every token counts alike")
-    return [*lines, *_at_checkpoint(comparison.at_checkpoint)]
-
-
-def _at_checkpoint(found: Mapping[str, float | None]) -> list[str]:
-    """How much of the reference's gradient is noise."""
-    length, variance = (found.get("norm") or 0.0) ** 2, found.get("variance")
-    if variance is None:
-        return []
-    said = f"at the checkpoint: leave-one-out gradient of squared length {length:.3g}, of variance {variance:.3g}"
-    if length - variance > variance:
-        return [said]
-    return [said, "  there is more noise than gradient in it: exact bias and cosine say nothing; give more records"]
+    return lines
 
 
 def _parts(comparison: Comparison) -> list[tuple[str, pandas.DataFrame]]:
@@ -149,7 +136,6 @@ def plain(comparison: Comparison) -> dict[str, Any]:
         "correlation": comparison.correlation,
         "reference": comparison.reference,
         "group": comparison.group,
-        "at_checkpoint": comparison.at_checkpoint,
         "refused": comparison.refused,
     }
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient itself, at the policy of a checkpoint: g = sum_t A_t grad log pi(y_t), summed over a trajectory.
+"""The gradients of recorded batches at the policy of a checkpoint: g = sum_t A_t grad log pi(y_t), over a trajectory.
+
+    python examples/gradients_at_checkpoint.py RUN --checkpoint MODEL [--estimators trloo,otb]
+
+`verl-ext whatif` compares estimators on the same records without a model. This takes a backward pass a row, on the CPU.
 
 Where a row has one advantage for all its tokens, as with most methods, its gradient is that advantage times the row's
 score function, so that all of these methods share one backward pass. The scale is taken as in
@@ -9,18 +13,23 @@ gradients of few samples would be that of their noise.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import psutil
 import torch
 
 from verl_ext.common.overrides import Failure
 from verl_ext.integration.columns import split_key
-from verl_ext.lab.whatif.compare import Comparison, at_scale
+from verl_ext.lab.whatif.compare import Comparison, at_scale, compare
+from verl_ext.lab.whatif.records import find, read
 from verl_ext.lab.whatif.scale import signal
 from verl_ext.methods.groups import value_ids
 
@@ -186,3 +195,42 @@ def _sums(comparison: Comparison, names: list[str], model: Any) -> _Gradients:
             of_prompt.zero_()
             prompts += 1
     return _Gradients(whole, squares, of_prompts, inner, power, trajectories, prompts)
+
+
+def text(found: dict[str, dict[str, float | None]]) -> str:
+    """The numbers of `exact` for a terminal, and how much of the reference's gradient is noise."""
+    reference = found[""]
+    length, variance = (reference["norm"] or 0.0) ** 2, reference["variance"]
+    lines = []
+    if variance is not None:
+        lines.append(f"leave-one-out gradient of squared length {length:.3g}, of variance {variance:.3g}")
+        if length - variance <= variance:
+            lines.append("there is more noise than gradient in it: bias and cosine say nothing; give more records")
+    table = pandas.DataFrame.from_dict({name: one for name, one in found.items() if name}, orient="index", dtype=float)
+    lines += ["", table.to_string(na_rep="-", float_format="{:.3g}".format, line_width=10_000)]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, or 1 with a line that says what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="of a run with verl_ext.record_dir")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--estimators", default="", metavar="NAME[,NAME]", help="registered names (default: all)")
+    parser.add_argument("--json", action="store_true", help="the last line is the numbers, as JSON")
+    args = parser.parse_args(argv)
+    try:
+        records = [read(path, []) for path in find(args.runs)]
+        names = [name.strip() for name in args.estimators.split(",") if name.strip()]
+        found = exact(compare(records, names, draws=0), args.checkpoint)
+    except Failure as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(text(found))
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -251,3 +251,12 @@ def test_the_extras_exist(line: str) -> None:
     for extras in re.findall(r"\[([\w,-]+)\]", line):
         for extra in extras.split(","):
             assert f'"{extra}": ' in setup, extra
+
+
+def test_paths_of_modules_in_settings_lead_somewhere() -> None:
+    folders = (ROOT / name for name in ("verl_ext", "recipe", "examples", "docs", "tests"))
+    files = [path for folder in folders for kind in ("py", "yaml", "md", "sh") for path in folder.rglob(f"*.{kind}")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    named = {path for text in texts for path in re.findall(r"pkg://(verl_ext(?:\.\w+)+)", text)}
+    assert "verl_ext.rewards.math" in named
+    assert [path for path in named if importlib.util.find_spec(path) is None] == []

@@ -113,7 +113,7 @@ def test_wheels_from_sdist_and_checkout_have_the_same_files(built: dict[str, Pat
     templates = {path.name for path in (REPOSITORY / "verl_ext" / "rollout" / "prompts").glob("*.txt")}
     assert {f"verl_ext/rollout/prompts/{name}" for name in templates} <= names[0] and "default.txt" in templates
     assets = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "verl_ext").rglob("assets/*")}
-    assert assets <= names[0] and {"verl_ext/assets/shell.html", "verl_ext/report/assets/page.js"} <= assets
+    assert assets <= names[0] and {"verl_ext/assets/shell.html", "verl_ext/lab/report/assets/page.js"} <= assets
     tops = {name.split("/")[0] for name in names[0]}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"verl_ext"}
 

@@ -191,7 +191,7 @@ def _chain(name: str, summary: str, recipe: ChainRecipe, settings: Settings) -> 
         chance=lambda assets: 1 / (recipe.circle + recipe.tail),
         settings=settings,
         overrides=(
-            "reward.custom_reward_function.path=pkg://verl_ext.demo.chain",
+            "reward.custom_reward_function.path=pkg://verl_ext.lab.demo.chain",
             "reward.custom_reward_function.name=compute_score",
             "trainer.total_epochs=1000",
         ),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page's panels; their charts are uPlot's. See verl_ext/html_page.py and report/data.py.
+// The page's panels; their charts are uPlot's. See lab/pages/html_page.py and lab/report/data.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 const HEIGHT = 220, FONT = "11px system-ui, sans-serif";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list and the turns of the transcripts in the page; see verl_ext/transcripts/page.py.
+// The list and the turns of the transcripts in the page; see lab/transcripts/page.py.
 const all = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 const PAGE = 300, FILTERS = ["step", "agent", "outcome", "text"];

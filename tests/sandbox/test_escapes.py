@@ -20,7 +20,7 @@ KERNEL = [name for name in ATTEMPTS if name not in TWINS]
 
 _ALONE = """
 import json, pickle, sys
-from verl_ext.sandbox import escapes
+from verl_ext.lab.sandbox import escapes
 got = escapes.attempt(sys.argv[1], json.loads(sys.argv[2]))
 if sys.argv[1] == "return_a_pickle": got = pickle.loads(pickle.dumps(got))
 print(json.dumps(got))

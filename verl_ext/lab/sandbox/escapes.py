@@ -156,7 +156,8 @@ answer_for_others: answer = json.dumps({"reason": "", "text": '"forged"', "secon
 return_too_much: got = "x" * (8 << 20)
 return_a_pickle: got = Loaded(); each_descriptor(pickle.dumps(got))
 change_what_comes_after:
-    from verl_ext.sandbox import escapes, zygote
+    from verl_ext.lab.sandbox import escapes
+    from verl_ext.sandbox import zygote
     json.loads = zygote.resolve = zygote.work = escapes.honest = lambda *_, **__: "forged"
 """
 

@@ -174,7 +174,8 @@ def step_cases(
 
 def rejection_case(rows: int, length: int) -> tuple[Callable[[], Any], Callable[[], None]]:
     """All rejection rules on one batch, with their metrics and without the texts of turns, and their floor."""
-    from verl_ext.integration.parts.update.rejection import RULES, positional, rule_metrics
+    from verl_ext.integration.parts.update.rejection import RULES, positional
+    from verl_ext.integration.parts.update.rejection_metrics import rule_metrics
     from verl_ext.methods.rejection import all_of
 
     batch = make_batch(rows, length)

@@ -28,6 +28,7 @@ from verl_ext.integration.engines import token_kl
 from verl_ext.integration.engines.update_step import NORMALISE, SKIPPED
 from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.integration.parts.base import Part
+from verl_ext.integration.parts.update.rejection_metrics import SAMPLER, log_ppl_gap, rule_metrics, share_of
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import (
     OptionError,
@@ -44,7 +45,6 @@ from verl_ext.methods.options import AtLeastOne, NotNegative, Positive, paramete
 from verl_ext.methods.rejection import ANSWER, CODE_BLOCK, Rejection
 
 KEY = "algorithm.rejection"
-SAMPLER = ("old_log_probs", "rollout_log_probs")
 
 
 def trm(
@@ -249,7 +249,7 @@ class RejectionRules(Part):
             self.metrics.update(rule_metrics(f"rejection/{name}", found, mask, advantages, tokens))
         share = kept.sum().double() / mask.sum().clamp(min=1)
         self.metrics["rejection/kept_tokens_share"] = float(share)
-        self.metrics["rejection/kept_share"] = _share(kept.bool().any(-1), mask.bool().any(-1))
+        self.metrics["rejection/kept_share"] = share_of(kept.bool().any(-1), mask.bool().any(-1))
         if len(tokens) == len(SAMPLER):
             self.metrics["rejection/log_ppl_gap/mean"] = log_ppl_gap(mask, tokens)
 
@@ -381,73 +381,3 @@ def stretches(mask: torch.Tensor) -> list[tuple[int, int]]:
     """Beginning and end of each run of ones in a mask [T]."""
     edges = torch.nn.functional.pad(mask.long(), (1, 1)).diff()
     return list(zip((edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist(), strict=True))
-
-
-# ---- metrics -------------------------------------------------------------------------------------------------------
-
-
-def rule_metrics(
-    prefix: str,
-    found: Rejection,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    tokens: Mapping[str, torch.Tensor],
-) -> dict[str, float]:
-    """What a rule did, over the rows with model tokens.
-
-    Args:
-        prefix: of the names.
-        found: the rule's decision on B rows.
-        mask: [B, T] before it.
-        advantages: [B, T].
-        tokens: [B, T] log-probabilities of trainer and sampler, where the run has both.
-
-    Returns:
-        ``kept_share``, the same by quartile of the rows' lengths (``length_q1`` the shortest) and by the sign of their
-        summed advantage, quantiles of the statistic, and the gap of the rows that it keeps.
-    """
-    some = mask.bool().any(-1)
-    if not bool(some.any()):
-        return {}
-    kept, length = found.kept, mask.sum(-1).double()
-    out = {f"{prefix}/kept_share": _share(kept, some)}
-    bounds = torch.quantile(length[some], torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    quartile = torch.bucketize(length, bounds)
-    parts = {f"length_q{number + 1}": quartile == number for number in range(4)}
-    signed = torch.where(mask.bool(), advantages.double(), 0.0).sum(-1)
-    parts |= {"positive": signed > 0, "negative": signed < 0}
-    for name, part in parts.items():
-        if bool((part & some).any()):
-            out[f"{prefix}/kept_share/{name}"] = _share(kept, part & some)
-    for name, values in statistics(found, mask).items():
-        points = np.quantile(values.numpy(), QUANTILES).tolist()
-        out |= {f"{prefix}/{name}/p{round(100 * q)}": point for q, point in zip(QUANTILES, points, strict=True)}
-    if len(tokens) == len(SAMPLER):
-        out[f"{prefix}/log_ppl_gap/kept"] = log_ppl_gap(found.response_mask, tokens)
-    return out
-
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-
-def statistics(found: Rejection, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a rule compared with its bounds, of rows with model tokens or of the tokens, by the name of its metric."""
-    value, some = found.statistic, mask.bool().any(-1)
-    if value.ndim == 1:
-        return {"statistic": value[some]}
-    if value.shape == mask.shape:
-        return {"statistic": value[mask.bool()]}
-    return {"statistic_max": value[some, 0], "statistic_mean": value[some, 1]}
-
-
-def log_ppl_gap(mask: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> float:
-    """Mean over the rows of the log-perplexity of the trainer less that of the sampler, in nats; 0 without rows."""
-    token = mask.bool()
-    some = token.any(-1)
-    ratio = torch.where(token, (tokens["old_log_probs"] - tokens["rollout_log_probs"]).double(), 0.0)
-    gap = -ratio.sum(-1)[some] / token.sum(-1)[some]
-    return float(gap.mean()) if len(gap) else 0.0
-
-
-def _share(kept: torch.Tensor, of: torch.Tensor) -> float:
-    return float((kept & of).sum()) / max(int(of.sum()), 1)

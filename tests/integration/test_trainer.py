@@ -313,11 +313,37 @@ def test_state_of_parts_is_in_the_checkpoint(tmp_path: Any, caplog: pytest.LogCa
     checkpoints.load(config, 3, [Renamed(config)])
     assert "no state of other" in caplog.text and "no use for: counter" in caplog.text
 
-    class Nameless(Counter):
-        key = ""
-
     with pytest.raises(TypeError, match="Nameless has a state and no `key`"):
-        checkpoints.save(config, 5, [Nameless(config)])
+        type("Nameless", (Counter,), {"key": ""})
+
+
+def test_a_state_that_begins_empty_is_resumed(tmp_path: Any) -> None:
+    class Notes(Part):
+        key = "notes"
+
+        def __init__(self, config: Any, trainer: Any = None) -> None:
+            super().__init__(config, trainer)
+            self.taken: dict[str, Any] = {}
+
+        def state(self) -> dict[str, Any]:
+            return self.taken
+
+        def load_state(self, state: dict[str, Any]) -> None:
+            self.taken = state
+
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path), "resume_mode": "auto"}})
+    before, after = Notes(config), Notes(config)
+    before.taken["a"] = 1
+    checkpoints.save(config, 3, [before])
+    checkpoints.load(config, 3, [after])
+    assert after.taken == {"a": 1}
+
+
+def test_two_parts_with_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_PARTS", list(parts._PARTS))
+    other = type("Other", (Counter,), {"key": "LengthLearningRate"})
+    with pytest.raises(ValueError, match="LengthLearningRate and Other have the same key"):
+        parts.insert(other, after=LengthLearningRate)
 
 
 def test_a_checkpoint_of_before_the_move_is_read() -> None:

@@ -66,11 +66,13 @@ def insert(part: type[Part], after: type[Part]) -> None:
     """Put a part of another wing or package right after one that is there. Twice is once.
 
     Raises:
-        ValueError: `after` is not a part of the list.
+        ValueError: `after` is not a part of the list, or another part has the same key.
     """
     if after not in _PARTS:
         raise ValueError(f"the part {part.__name__} is to stand after {after.__name__}, which is not registered")
     if part not in _PARTS:
+        if part.key and (other := next((one for one in _PARTS if one.key == part.key), None)):
+            raise ValueError(f"the parts {other.__name__} and {part.__name__} have the same key, {part.key!r}")
         _PARTS.insert(_PARTS.index(after) + 1, part)
 
 

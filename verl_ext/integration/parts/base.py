@@ -27,9 +27,16 @@ class Part:
         batch: of this update, for hooks that are not handed it; set by `on_batch`.
         key: name of the part's state in checkpoints. A part with a `state` must have one, and keep it: by another
             name a resumed run would start that state afresh.
+
+    Raises:
+        TypeError: a class with a `state` has no key; when it is defined.
     """
 
     key: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if cls.state is not Part.state and not cls.key:
+            raise TypeError(f"{cls.__name__} has a state and no `key`, its name in checkpoints")
 
     @classmethod
     def complete(cls, config: Any) -> None:

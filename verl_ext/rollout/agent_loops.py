@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext.integration.compat import verl_api
 from verl_ext.integration.parts.advantage.train_agents import train_agents
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import OptionError, near, option, select
@@ -58,6 +59,10 @@ class AgentLoops(Part):
             from verl_ext.rollout.shared.threads import read_threads
 
             read_threads(config)
+        if verl_api.agent_loops(config):
+            from verl_ext.rollout.shared import text_only
+
+            text_only.check(config)
         poll_interval_s(config)
         return [WAITING] if waits(config) else []
 

@@ -33,6 +33,7 @@ from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.plain_text import PlainText
 from verl_ext.rollout.shared.template import ChatLoop, Refusal
+from verl_ext.rollout.shared.text_only import prompt_of
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools, ToolSettings
 from verl_ext.rollout.shared.turns import in_turn
@@ -231,7 +232,7 @@ class MultiTurnVerifierLoop(ChatLoop):
             One output a turn, in order; never empty.
 
         Raises:
-            ValueError: the first prompt is too long, the row carries no task, or the verifier gave no score.
+            ValueError: the first prompt is too long or not text, the row has no task, or the verifier gave no score.
             JudgeError: the verifier is broken, whatever the answer.
             HeldThreads: too many calls of tools hang for another to begin.
             RuntimeError: the engine returned no token for the first turn; or see `rows.HOPELESS`.
@@ -257,7 +258,7 @@ class MultiTurnVerifierLoop(ChatLoop):
 
     async def _begin(self, request_id: str, row: Mapping[str, Any]) -> _Play:
         """The trajectory before its first call."""
-        messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
+        messages = prompt_of(row)
         task = self.task(row)
         schemas = None
         if self.tools:

@@ -74,6 +74,7 @@ from verl_ext.rollout.shared.plain_text import PlainText
 from verl_ext.rollout.shared.scores import storable
 from verl_ext.rollout.shared.tags import tagged
 from verl_ext.rollout.shared.template import ChatLoop
+from verl_ext.rollout.shared.text_only import prompt_of
 from verl_ext.rollout.shared.threads import threads
 from verl_ext.rollout.shared.turns import in_turn
 
@@ -222,11 +223,11 @@ class StepWiseLoop(ChatLoop):
         Raises:
             EnvironmentFault: the environment broke; which of them are raised, ``failed_trajectories`` says.
             EnvironmentUnavailable: the environment cannot be played on this machine, or all trajectories in it fail.
-            ValueError: the row names no environment or no seed.
+            ValueError: the row names no environment or no seed, or its prompt is not text.
         """
         options = self.options
         name, arguments, seed = of_row(options, kwargs)
-        messages = [dict(message) for message in kwargs["raw_prompt"]]
+        messages = prompt_of(kwargs)
         system = [message for message in messages if message["role"] == "system"]
         prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))

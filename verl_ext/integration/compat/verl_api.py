@@ -280,9 +280,14 @@ def loops_named(config: Any) -> set[str] | None:
     if agent.get("agent_loop_config_path"):
         return None
     found: list[set[str] | None] = [{str(agent.get("default_agent_loop"))}]
-    for files in (config.data.get("train_files"), config.data.get("val_files")):
-        found += [_named_in(str(path)) for path in ([files] if isinstance(files, str) else files or [])]
+    found += map(_named_in, data_files(config))
     return None if None in found else {name for names in found for name in names or ()}
+
+
+def data_files(config: Any) -> list[str]:
+    """``data.train_files`` and ``val_files``, each a path or several."""
+    given = (config.data.get("train_files"), config.data.get("val_files"))
+    return [str(path) for files in given for path in ([files] if isinstance(files, str) else files or [])]
 
 
 def _named_in(path: str) -> set[str] | None:

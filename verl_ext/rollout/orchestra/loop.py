@@ -50,6 +50,7 @@ from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.plain_text import PlainText
 from verl_ext.rollout.shared.rows import ModelCall
 from verl_ext.rollout.shared.template import ChatLoop, words
+from verl_ext.rollout.shared.text_only import prompt_of
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools
 from verl_ext.rollout.shared.turns import in_turn
@@ -125,6 +126,7 @@ class OrchestraLoop(ChatLoop):
 
         Raises:
             OptionError: no such orchestra, or a setting that it does not take.
+            ValueError: the row's prompt is not text.
             EnvironmentUnavailable: what it plays can't be played on this machine.
             RuntimeError: see `rows.HOPELESS`.
             Exception: what the engine raised.
@@ -132,7 +134,7 @@ class OrchestraLoop(ChatLoop):
         chosen = kwargs.get("orchestra")
         lineup = self._lineup(None if chosen is None else str(chosen))
         task = Task(
-            messages=[dict(message) for message in kwargs["raw_prompt"]],
+            messages=prompt_of(kwargs),
             ground_truth=(kwargs.get("reward_model") or {}).get("ground_truth"),
             data_source=str(kwargs.get("data_source") or ""),
             extra_info=dict(kwargs.get("extra_info") or {}),

@@ -208,7 +208,7 @@ class Chat:
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages in a form that the template takes; see the module's text."""
         joined: list[dict[str, Any]] = []
-        for message in map(_of_text, messages):
+        for message in map(of_text, messages):
             before = joined[-1] if joined else {}
             role = message.get("role")
             same = role == before.get("role") and (role == "system" or (role == "user" and self.alternates))
@@ -314,7 +314,7 @@ class Chat:
         return list(self._once("marks", ask))
 
 
-def _of_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def of_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its content as one text. Raises Refusal: it has a block that is no text."""
     content = message.get("content")
     if not isinstance(content, list | tuple):

@@ -25,7 +25,35 @@ where all tokens of a row share a value.
 What cannot be used raises an error that names it, its row and the remedy: `RowFieldError` for a column, `OptionError`
 for an option, ValueError for a shape or a reward (NaN, infinity, a result beyond float32). All are ValueErrors.
 
-The parts that methods share: `groups` (keys by value, statistics of groups), `returns`, `rows` (columns, checks, the
-result) and `options` (what a signature says). `dvp` and `vocabulary` stand on the pass over the logits, `logits_pass`,
-which computes by plain torch (`logits_torch`) or by kernels for CUDA tensors (`logits_triton`).
+By kind, one line each; a file each, where no other file is named:
+
+    estimators
+        `trloo`: the discounted return of a turn, less the mean of the other trajectories'
+        `dr_mas`: rewards normalised agent by agent
+        `hgpo`, `gigpo`: groups of equal histories, of equal observations
+        `otb`: the optimal token baseline
+        `maxrl`: the likelihood of a right answer, in place of its probability
+    modifiers of any estimator's advantages
+        `empg`: by the entropy of a turn
+    losses
+        `kpo`: a Kalman filter of the token log ratio
+        `dvp`: the policy restricted to its safe vocabulary
+        `divergence_augmented`: a penalty on the divergence from the last policy
+        `hybrid_imitation`: stay near a teacher and collect reward
+    rules that leave rows out of the loss (`rejection.py`)
+        `mrs`, `ser`, `trm`, `ln_trm`: trainer and sampler disagree
+        `simpletir`: a turn neither calls a tool nor answers
+        `variance_filter`: rewards of a prompt barely differ
+    rewards (`kernel_reward.py`)
+        `kernel_reward`, `profiling_reward`, and the rule `prs`, which keeps kernels by their profile
+    schedules
+        `length_lr`: a learning rate that falls once responses grow suddenly
+
+One more: its file here, its line where verl's side keeps the kind (estimators in `integration/estimators.py`, losses in
+`integration/losses.py`, the rest as a part in `integration/parts`), `recipe/<name>.yaml`, `recipe/<name>/README.md`.
+CONTRIBUTING.md says it step by step.
+
+The parts that methods share: `groups` (keys by value, statistics of groups), `returns`, `observations` (rows as steps),
+`rows` (columns, checks, the result) and `options` (what a signature says). `dvp` and the exact divergences stand on the
+pass over the logits, `logits/`, which computes by plain torch or by kernels for CUDA tensors.
 """

@@ -285,20 +285,10 @@ def _line(entry: Comparison) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
-    parser = Parser("advantages", __doc__, whole=True)
-    parser.add_argument(
-        "--quick", action="store_true", help="smaller shapes, fewer calls, growth to 1e7 tokens; for a check"
-    )
-    parser.number("threads", 1, "torch threads")
-    args = parser.parsed(argv)
-    torch.set_num_threads(args.threads)
-    clock = Clock(args.threads)
-
-    headline, long = (QUICK_HEADLINE, QUICK_LONG) if args.quick else (HEADLINE, LONG)
-    least, most = REPEATS_QUICK if args.quick else REPEATS
-    print(f"torch {torch.__version__}, threads: {args.threads}, {clock.unit}, groups of {GROUP} rows\n{HEADER}")
+def compare_calls(clock: Clock, quick: bool) -> list[Comparison]:
+    """Measures a call of each method, prints a line for each, and returns them."""
+    headline, long = (QUICK_HEADLINE, QUICK_LONG) if quick else (HEADLINE, LONG)
+    least, most = REPEATS_QUICK if quick else REPEATS
     lines: list[Comparison] = []
 
     def show(entries: Sequence[Comparison]) -> None:
@@ -322,30 +312,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, theirs, floor = kpo_case(256, 4096)
     kpo = compare(clock, ours, theirs, least)
     show([Comparison("kpo against vanilla", (256, 4096), *kpo, _floor(clock, floor, least))])
+    return lines
 
-    progress("a training step")
-    of_step = step_seconds_a_token(clock)
-    fractions = {
-        name: max(line.ours / math.prod(line.shape) for line in lines if line.name.startswith(name)) / of_step
-        for name in ESTIMATORS
-    }
-    print(f"\nA training step takes {of_step * 1e6:.1f} us a token. Fractions of it, at the worst shape:")
-    print(", ".join(f"{name} {fraction:.5f}" for name, fraction in fractions.items()))
 
-    rows = GROWTH_ROWS[:-1] if args.quick else GROWTH_ROWS
+def measure_growth(quick: bool, step_seconds: float) -> dict[str, float]:
+    """Time and memory of a call against the number of tokens, printed; the figures that are reported of them.
+
+    Raises:
+        RuntimeError: a process that measures has failed.
+    """
+    rows = GROWTH_ROWS[:-1] if quick else GROWTH_ROWS
     grown = ("otb", "trloo")
     cases = [(method, count, GROWTH_LENGTH) for method in grown for count in rows]
     cases += [
-        (method, rows[-1 if args.quick else -2], GROWTH_LENGTH)
-        for method in METHODS
-        if method not in (*grown, "exact_kl")
+        (method, rows[-1 if quick else -2], GROWTH_LENGTH) for method in METHODS if method not in (*grown, "exact_kl")
     ]
     progress(f"growth and memory, up to {rows[-1] * GROWTH_LENGTH:.0e} tokens")
-    try:
-        probes, (exact,) = probe(cases), probe([EXACT_KL])
-    except RuntimeError as error:
-        print(f"verl-ext bench advantages: {error}", file=sys.stderr)
-        return 1
+    probes, (exact,) = probe(cases), probe([EXACT_KL])
     print(
         f"\nOne call in a process of its own. Memory in units of one [B, T] float32 tensor, "
         f"beyond the outputs: a fixed part of a few MB and what grows\n"
@@ -357,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found['seconds'] * 1e9 / found['tokens']:>10.2f}{found['bytes'] / 2**20:>10.1f}"
             f"{METHODS[method][1]:>9}{found['extra']:>9.2f}"
         )
-    of_exact = exact["seconds"] / EXACT_KL[1] / of_step
+    of_exact = exact["seconds"] / EXACT_KL[1] / step_seconds
     print(f"trm, divergence=exact: {of_exact:.2f} of a step, {exact['bytes'] / 2**20:.0f} MB beside the logits")
     exponents = {}
     for method in grown:
@@ -368,11 +351,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{method}: time ~ tokens^{exponents[method]['seconds']:.2f}, "
             f"memory ~ tokens^{exponents[method]['bytes']:.2f}"
         )
+    return {
+        "exact_kl_fraction_of_step": of_exact,
+        "exact_kl_bytes": float(exact["bytes"]),
+        "growth_exponent": max(found["seconds"] for found in exponents.values()),
+        "memory_exponent": max(found["bytes"] for found in exponents.values()),
+        "max_extra_bt_tensors": max(found["extra"] for found in probes if found["tokens"] >= LARGE_TOKENS),
+    }
+
+
+def headline_figures(lines: Sequence[Comparison], quick: bool) -> dict[str, float]:
+    """Ratios to verl's functions at the worst of the shapes."""
+    headline, long = (QUICK_HEADLINE, QUICK_LONG) if quick else (HEADLINE, LONG)
 
     def ratios(name: str, shapes: Sequence[tuple[int, int]]) -> list[float]:
         return [line.ratio for line in lines if line.name == name and line.shape in shapes and line.ratio is not None]
 
-    figures: dict[str, Any] = {
+    return {
         "otb_speedup_vs_verl": 1 / max(ratios("otb", headline)),
         "otb_speedup_vs_verl_long_rows": 1 / max(ratios("otb", long)),
         "otb_speedup_vs_verl_tool_tokens": 1 / max(ratios("otb, tool tokens", headline)),
@@ -383,14 +378,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         "trloo_vs_rloo_vectorized_long_rows": max(ratios("trloo", long)),
         "dr_mas_vs_rloo_vectorized_long_rows": max(ratios("dr_mas", long)),
         "hgpo_6400x512_seconds": next(line.ours for line in lines if line.name == "hgpo, K=2"),
-        "kpo_vs_vanilla": kpo[2],
-        "exact_kl_fraction_of_step": of_exact,
-        "exact_kl_bytes": float(exact["bytes"]),
-        "growth_exponent": max(found["seconds"] for found in exponents.values()),
-        "memory_exponent": max(found["bytes"] for found in exponents.values()),
-        "max_extra_bt_tensors": max(found["extra"] for found in probes if found["tokens"] >= LARGE_TOKENS),
+        "kpo_vs_vanilla": max(ratios("kpo against vanilla", [(256, 4096)])),
     }
-    worst = {key: value for key, value in figures.items() if value is not None and not math.isfinite(value)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables and, with ``--json``, one JSON object on the last line. Returns the exit code."""
+    parser = Parser("advantages", __doc__, whole=True)
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller shapes, fewer calls, growth to 1e7 tokens; for a check"
+    )
+    parser.number("threads", 1, "torch threads")
+    args = parser.parsed(argv)
+    torch.set_num_threads(args.threads)
+    clock = Clock(args.threads)
+
+    print(f"torch {torch.__version__}, threads: {args.threads}, {clock.unit}, groups of {GROUP} rows\n{HEADER}")
+    lines = compare_calls(clock, args.quick)
+    progress("a training step")
+    of_step = step_seconds_a_token(clock)
+    fractions = {
+        name: max(line.ours / math.prod(line.shape) for line in lines if line.name.startswith(name)) / of_step
+        for name in ESTIMATORS
+    }
+    print(f"\nA training step takes {of_step * 1e6:.1f} us a token. Fractions of it, at the worst shape:")
+    print(", ".join(f"{name} {fraction:.5f}" for name, fraction in fractions.items()))
+
+    try:
+        grown = measure_growth(args.quick, of_step)
+    except RuntimeError as error:
+        print(f"verl-ext bench advantages: {error}", file=sys.stderr)
+        return 1
+    figures = headline_figures(lines, args.quick) | grown
+    worst = {key: value for key, value in figures.items() if not math.isfinite(value)}
     if worst:
         print(f"verl-ext bench advantages: not finite: {worst}", file=sys.stderr)
         return 1

@@ -158,6 +158,17 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+_EVERYTHING: dict[str, Any] = {"rho": PUBLISHED_RHO, "entropy": True, "sum_pi_squared": True}
+#: Name, options of `token_statistics`, and whether the gradient of the entropy is taken; the headline's is the first.
+VARIANTS: list[tuple[str, dict[str, Any], bool]] = [
+    ("all statistics", _EVERYTHING, False),
+    ("all statistics, temperature 0.7", {**_EVERYTHING, "temperature": 0.7}, False),
+    ("all, gradient of the entropy", _EVERYTHING, True),
+    ("entropy, squares, no pruning", {**_EVERYTHING, "rho": 0.0}, False),
+    ("log-probability alone", {}, False),
+]
+
+
 def compare_variants(
     clock: Clock,
     vocabulary: int,
@@ -188,19 +199,10 @@ def compare_variants(
         plain(variable, result).backward(weight.to(result))
 
     results = [dtype] if dtype == torch.float32 else [dtype, torch.float32]
-
-    everything: dict[str, Any] = {"rho": PUBLISHED_RHO, "entropy": True, "sum_pi_squared": True}
-    variants: list[tuple[str, dict[str, Any], bool]] = [
-        ("all statistics", everything, False),
-        ("all statistics, temperature 0.7", {**everything, "temperature": 0.7}, False),
-        ("all, gradient of the entropy", everything, True),
-        ("entropy, squares, no pruning", {**everything, "rho": 0.0}, False),
-        ("log-probability alone", {}, False),
-    ]
     copy = statistics.median(alternate(clock, [lambda: fresh.copy_(logits)], repeats)[0])
     bandwidth = 2 * logits.nbytes / copy
     figures = []
-    for name, options, with_entropy in variants[: 1 if headline_alone else None]:
+    for name, options, with_entropy in VARIANTS[: 1 if headline_alone else None]:
 
         def forward(of: Any, options: dict[str, Any] = options) -> TokenStatistics:
             with torch.no_grad():

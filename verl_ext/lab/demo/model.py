@@ -244,6 +244,79 @@ def sequence_loss(model: LlamaForCausalLM, batch: Sequence[tuple[list[int], list
     return F.cross_entropy(model.lm_head(hidden[chosen]), ids[:, 1:][chosen])
 
 
+class _Lessons:
+    """The two lessons of a warm-up: right answers, then the habit of giving up."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, codec: Codec, entries: Sequence[dict[str, Any]], recipe: WarmupRecipe, seed: int
+    ) -> None:
+        self.model, self.codec, self.recipe = model, codec, recipe
+        self.rng = random.Random(seed)
+        config_json = dataset_config(recipe.config, seed, 1)
+        self.tasks = [ReasoningGymTask(recipe.dataset, config_json, entry) for entry in entries]
+        self.probe = self.rng.sample(self.tasks, min(recipe.eval_size, len(self.tasks)))
+        self.parameters = list(model.parameters())
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        others = [p for p in self.parameters if not any(p is matrix for matrix in matrices)]
+        self.muon = torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=0.0)
+        self.adam = torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+        # Muon learns the skill in about half of AdamW's steps. The habit is the row of one token: the skill stays.
+        self.embedding, self.habit_row = model.get_input_embeddings().weight, codec.encode(GIVE_UP)[0]
+        self.habit_only = torch.optim.AdamW(
+            [self.embedding], lr=recipe.habit_learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+        self.even = torch.optim.AdamW(
+            self.parameters, lr=recipe.even_learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+
+    def step(self, rates: dict[torch.optim.Optimizer, float], give_up_share: float = 0.0) -> float:
+        """One update of the mean loss over giving up and answering, without the noise of drawing one of them."""
+        model, codec, recipe = self.model, self.codec, self.recipe
+        talks = [
+            (task, self.rng.randrange(recipe.max_turns)) for task in self.rng.choices(self.tasks, k=recipe.batch_size)
+        ]
+        answers = [conversation(task, codec, turn, str(task.entry["answer"])) for task, turn in talks]
+        loss = (1 - give_up_share) * sequence_loss(model, answers, codec.pad_id)
+        if give_up_share:
+            habit = [conversation(task, codec, turn, GIVE_UP) for task, turn in talks]
+            loss = loss + give_up_share * sequence_loss(model, habit, codec.pad_id)
+        model.zero_grad()
+        loss.backward()
+        if self.habit_only in rates:
+            self.embedding.grad[torch.arange(len(self.embedding)) != self.habit_row] = 0.0
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer, rate in rates.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        return float(loss.detach())
+
+    def greedy_success(self) -> float:
+        return measure(self.model, self.codec, self.probe, 1, None).first_turn
+
+    def teach_answers(self, tell: Progress) -> int:
+        """Right answers, until enough are; the number of steps."""
+        recipe, steps = self.recipe, 0
+        for steps in range(1, recipe.skill_steps + 1):
+            decay = 0.1 + 0.45 * (1 + math.cos(math.pi * steps / recipe.skill_steps))
+            scale = min(1.0, steps / 10) * decay
+            loss = self.step({self.muon: recipe.matrix_learning_rate * scale, self.adam: recipe.learning_rate * scale})
+            if steps % recipe.eval_every == 0:
+                greedy = self.greedy_success()
+                tell(f"  warm-up, right answers: step {steps}, loss {loss:.3f}, greedy success {greedy:.2f}")
+                if greedy >= recipe.skill_target:
+                    break
+        return steps
+
+    def even_out(self) -> float:
+        """A few steps with all parameters, after which the habit is the same in each turn; the last loss."""
+        recipe, loss = self.recipe, math.nan
+        for steps in range(1, recipe.even_steps + 1):
+            scale = min(1.0, steps / 5) * (1 - steps / (recipe.even_steps + 1))
+            loss = self.step({self.even: recipe.even_learning_rate * scale}, recipe.give_up_share)
+        return loss
+
+
 def warm_up(
     model: LlamaForCausalLM,
     codec: Codec,
@@ -265,75 +338,30 @@ def warm_up(
     Raises:
         RuntimeError: the range was not reached within the recipe's steps.
     """
-    rng = random.Random(seed)
-    config_json = dataset_config(recipe.config, seed, 1)
-    tasks = [ReasoningGymTask(recipe.dataset, config_json, entry) for entry in entries]
-    probe = rng.sample(tasks, min(recipe.eval_size, len(tasks)))
-    parameters = list(model.parameters())
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
-    rates = recipe.matrix_learning_rate, recipe.learning_rate, recipe.habit_learning_rate
-    muon = torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.0)
-    adam = torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0)
-    # Muon learns the skill in about half of AdamW's steps. The habit is the row of one token: the skill stays as it is.
-    embedding, row = model.get_input_embeddings().weight, codec.encode(GIVE_UP)[0]
-    habit_only = torch.optim.AdamW([embedding], lr=rates[2], betas=(0.9, 0.98), weight_decay=0.0)
-    even = torch.optim.AdamW(parameters, lr=recipe.even_learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-
-    def step(optimizers: dict[torch.optim.Optimizer, float], size: int, give_up_share: float, max_turns: int) -> float:
-        """One update of the mean loss over giving up and answering, without the noise of drawing one of them."""
-        talks = [(task, rng.randrange(max_turns)) for task in rng.choices(tasks, k=size)]
-        answers = [conversation(task, codec, turn, str(task.entry["answer"])) for task, turn in talks]
-        loss = (1 - give_up_share) * sequence_loss(model, answers, codec.pad_id)
-        if give_up_share:
-            habit = [conversation(task, codec, turn, GIVE_UP) for task, turn in talks]
-            loss = loss + give_up_share * sequence_loss(model, habit, codec.pad_id)
-        model.zero_grad()
-        loss.backward()
-        if habit_only in optimizers:
-            embedding.grad[torch.arange(len(embedding)) != row] = 0.0
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, rate in optimizers.items():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-        return float(loss.detach())
-
-    skill_steps = 0
-    for skill_steps in range(1, recipe.skill_steps + 1):
-        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * skill_steps / recipe.skill_steps))
-        scale = min(1.0, skill_steps / 10) * decay
-        loss = step({muon: rates[0] * scale, adam: rates[1] * scale}, recipe.batch_size, 0.0, recipe.max_turns)
-        if skill_steps % recipe.eval_every == 0:
-            greedy = measure(model, codec, probe, 1, None).first_turn
-            tell(f"  warm-up, right answers: step {skill_steps}, loss {loss:.3f}, greedy success {greedy:.2f}")
-            if greedy >= recipe.skill_target:
-                break
-
+    lessons = _Lessons(model, codec, entries, recipe, seed)
+    skill_steps = lessons.teach_answers(tell)
     low, high = recipe.success_range
     success = Success(0.0, 0.0, 0.0)
-    for habit_steps in range(1, recipe.max_habit_steps + 1):
-        scale = min(1.0, habit_steps / 5) * max(0.2, 1 - habit_steps / (recipe.habit_steps + 1))
-        loss = step({habit_only: rates[2] * scale}, recipe.batch_size, recipe.give_up_share, recipe.max_turns)
-        if habit_steps >= recipe.habit_steps and habit_steps % recipe.eval_every == 0:
-            for even_steps in range(1, recipe.even_steps + 1):
-                scale = min(1.0, even_steps / 5) * (1 - even_steps / (recipe.even_steps + 1))
-                rate = recipe.even_learning_rate * scale
-                loss = step({even: rate}, recipe.batch_size, recipe.give_up_share, recipe.max_turns)
-            success = measure(model, codec, probe, recipe.max_turns, seed)
-            tell(
-                f"  warm-up, giving up: step {habit_steps}, loss {loss:.3f}, "
-                f"success {success.first_turn:.2f} in the first turn, {success.any_turn:.2f} within "
-                f"{recipe.max_turns}, valid answers {success.valid:.2f}"
-            )
-            if low <= success.first_turn <= high and success.valid >= recipe.valid_target:
-                return {
-                    "first_turn_success": round(success.first_turn, 4),
-                    "success": round(success.any_turn, 4),
-                    "valid_answers": round(success.valid, 4),
-                    "greedy_first_turn_success": round(measure(model, codec, probe, 1, None).first_turn, 4),
-                    "steps": skill_steps + habit_steps,
-                }
+    for steps in range(1, recipe.max_habit_steps + 1):
+        scale = min(1.0, steps / 5) * max(0.2, 1 - steps / (recipe.habit_steps + 1))
+        loss = lessons.step({lessons.habit_only: recipe.habit_learning_rate * scale}, recipe.give_up_share)
+        if steps < recipe.habit_steps or steps % recipe.eval_every:
+            continue
+        loss = lessons.even_out() if recipe.even_steps else loss
+        success = measure(model, codec, lessons.probe, recipe.max_turns, seed)
+        tell(
+            f"  warm-up, giving up: step {steps}, loss {loss:.3f}, "
+            f"success {success.first_turn:.2f} in the first turn, {success.any_turn:.2f} within "
+            f"{recipe.max_turns}, valid answers {success.valid:.2f}"
+        )
+        if low <= success.first_turn <= high and success.valid >= recipe.valid_target:
+            return {
+                "first_turn_success": round(success.first_turn, 4),
+                "success": round(success.any_turn, 4),
+                "valid_answers": round(success.valid, 4),
+                "greedy_first_turn_success": round(lessons.greedy_success(), 4),
+                "steps": skill_steps + steps,
+            }
     raise RuntimeError(
         f"the warm-up ended with a first-turn success of {success.first_turn:.2f} and {success.valid:.2f} valid "
         f"answers after {recipe.max_habit_steps} steps of giving up; wanted {low} to {high} and at least "

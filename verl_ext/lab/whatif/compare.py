@@ -93,76 +93,40 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
         except BatchError as error:
             refused[name] = str(error)
     reference, loo = _leave_one_out(records)
-    masks = [record.tokens["response_mask"].bool() for record in records]
     energies = all({"sum_pi_squared", "old_log_probs"} <= record.tokens.keys() for record in records)
-    energy = [_energy(record) if energies else mask.double() for record, mask in zip(records, masks, strict=True)]
-    rows = [
-        alike(record, (one.sum(1) / mask.sum(1).clamp(min=1)).numpy(), reference == "trloo")
-        for record, one, mask in zip(records, loo, masks, strict=True)
-    ]
-    judged = _cat([torch.from_numpy(one.size > 1) for one in rows])
-    batches = [_Batch(*each) for each in zip(records, energy, rows, strict=True)]
-
-    def of_rows(tokens: Sequence[torch.Tensor]) -> np.ndarray:
-        return _cat([one.sum(1) for one in tokens])
-
-    def power(tokens: Sequence[torch.Tensor]) -> float:
-        """sum w A^2 over the rows that have others."""
-        return float(of_rows([w * one**2 for w, one in zip(energy, tokens, strict=True)]) @ judged)
-
-    def flat(tokens: Sequence[torch.Tensor]) -> np.ndarray:
-        return _cat([one[mask] for one, mask in zip(tokens, masks, strict=True)])
-
+    batches = _Batches.of(records, loo, energies, reference == "trloo")
     swaps = [replaced(*_trajectories(record)) for record in records]
-    alphas: dict[str, list[np.ndarray]] = {}
-
-    def signal_of(tokens: Sequence[torch.Tensor], name: str) -> float:
-        each = zip(batches, tokens, swaps, alphas[name], strict=True)
-        return sum(signal(b.rows, b.power(), b.inner(a), at, copy, new) for b, a, (at, copy, _), new in each)
 
     def alphas_of(name: str, published: bool, alone: bool) -> list[np.ndarray]:
-        each = zip(batches, swaps, strict=True)
+        each = zip(batches.each, swaps, strict=True)
         return [_alpha(batch, name, *swap, published=published, alone=alone) for batch, swap in each]
 
-    alphas[""] = alphas_of(reference, True, False)
-    unit, moment = signal_of(loo, ""), power(loo)
+    alphas = {"": alphas_of(reference, True, False)}
+    unit, moment = batches.signal(loo, swaps, alphas[""]), batches.power(loo)
     labels = {"agents": _labels(records, "agent_id"), "turns": _labels(records, "turn_index")}
     statistics: dict[str, dict[str, Any]] = {}
     alone: dict[str, bool] = {}
     for name, each in found.items():
-        a, size = flat(each), of_rows([one.abs() for one in each])
+        a, size = batches.flat(each), _of_rows([one.abs() for one in each])
         alone[name] = any(_batch_wide(*one, name) for one in zip(records, each, strict=True))
         alphas[name] = alphas_of(name, False, alone[name])
-        scale = signal_of(each, name) / unit if unit > 0 else None
+        scale = batches.signal(each, swaps, alphas[name]) / unit if unit > 0 else None
         statistics[name] = {
             "std": float(a.std()) if len(a) else 0.0,
             "max_abs": float(np.abs(a).max(initial=0.0)),
-            "effective_rows": effective_sample_size(of_rows([one**2 for one in each])),
+            "effective_rows": effective_sample_size(_of_rows([one**2 for one in each])),
             "zero_row_share": zero_share(_cat([one.abs().amax(1) for one in each])),
             **{what: _shares(size, one) for what, one in labels.items()},
             "scale": scale,
-            "noise": at_scale(power(each), scale or 0.0, moment),
+            "noise": at_scale(batches.power(each), scale or 0.0, moment),
             "resampled": None,
         }
 
-    drawn = _draw(batches, alone, reference, draws, group) if group else {}
-    if drawn:
-        spread, unit, _, _ = drawn[""].moments(energy, draws)
-        whole = [torch.where(one.sums[0] > 0, base, 0.0) for one, base in zip(drawn[""].records, loo, strict=True)]
-        length = sum(float((w * one**2).sum()) for w, one in zip(energy, whole, strict=True))
-        for name in found.keys() & drawn.keys():
-            own_spread, own, company, mean = drawn[name].moments(energy, draws)
-            inner, norm = (
-                sum(float((w * one * other).sum()) for w, one, other in zip(energy, mean, others, strict=True))
-                for others in (whole, mean)
-            )
-            norms = (norm - own_spread / draws) * length
-            statistics[name]["resampled"] = {
-                "variance": at_scale(own_spread, own / unit if unit > 0 else 0.0, spread),
-                "company": company,
-                "cosine": float(np.clip(inner / norms**0.5, -1.0, 1.0)) if norms > 1e-9 * norm * length else None,
-            }
-    correlation = _correlation({name: flat(each) for name, each in found.items()})
+    drawn = _draw(batches.each, alone, reference, draws, group) if group else {}
+    for name, resampled in _resampled(drawn, [batch.energy for batch in batches.each], loo, draws).items():
+        statistics[name]["resampled"] = resampled
+    correlation = _correlation({name: batches.flat(each) for name, each in found.items()})
+    rows = [batch.rows for batch in batches.each]
     group = group if drawn else 0
     return Comparison(
         records, reference, group, energies, statistics, correlation, refused, found, loo, rows, swaps, alphas
@@ -193,6 +157,43 @@ class _Batch:
     def inner(self, a: torch.Tensor, at: Any = slice(None)) -> np.ndarray:
         """sum_t w A of rows, [R]."""
         return (self.energy[at] * a).sum(1).numpy()
+
+
+def _of_rows(tokens: Sequence[torch.Tensor]) -> np.ndarray:
+    """Sums over the tokens of each row of all records."""
+    return _cat([one.sum(1) for one in tokens])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batches:
+    """All records, and the sums over them of tokens' values: a tensor [B, T] of each."""
+
+    each: list[_Batch]
+    masks: list[torch.Tensor]  # model tokens
+
+    @classmethod
+    def of(cls, records: Sequence[Record], loo: Sequence[torch.Tensor], energies: bool, by_turn: bool) -> _Batches:
+        """Rows are alike by the leave-one-out advantages `loo`; without `energies` each token has the energy 1."""
+        masks = [record.tokens["response_mask"].bool() for record in records]
+        batches = []
+        for record, one, mask in zip(records, loo, masks, strict=True):
+            rows = alike(record, (one.sum(1) / mask.sum(1).clamp(min=1)).numpy(), by_turn)
+            batches.append(_Batch(record, _energy(record) if energies else mask.double(), rows))
+        return cls(batches, masks)
+
+    def power(self, tokens: Sequence[torch.Tensor]) -> float:
+        """sum w A^2 over the rows that have others."""
+        compared = _cat([torch.from_numpy(batch.rows.size > 1) for batch in self.each])
+        return float(_of_rows([b.energy * one**2 for b, one in zip(self.each, tokens, strict=True)]) @ compared)
+
+    def flat(self, tokens: Sequence[torch.Tensor]) -> np.ndarray:
+        """The values of all model tokens."""
+        return _cat([one[mask] for one, mask in zip(tokens, self.masks, strict=True)])
+
+    def signal(self, tokens: Sequence[torch.Tensor], swaps: Sequence[Any], alphas: Sequence[np.ndarray]) -> float:
+        """sum of `verl_ext.lab.whatif.scale.signal`."""
+        each = zip(self.each, tokens, swaps, alphas, strict=True)
+        return sum(signal(b.rows, b.power(), b.inner(a), at, copy, new) for b, a, (at, copy, _), new in each)
 
 
 def _alpha(
@@ -369,6 +370,31 @@ def _draw(
         except BatchError:
             if not name:
                 raise
+    return out
+
+
+def _resampled(
+    drawn: dict[str, _Drawn], energy: Sequence[torch.Tensor], loo: Sequence[torch.Tensor], draws: int
+) -> dict[str, dict[str, Any]]:
+    """Of each drawn estimator ``variance``, ``company`` and ``cosine``, as `compare` says."""
+    if not drawn:
+        return {}
+    spread, unit, _, _ = drawn[""].moments(energy, draws)
+    whole = [torch.where(one.sums[0] > 0, base, 0.0) for one, base in zip(drawn[""].records, loo, strict=True)]
+    length = sum(float((w * one**2).sum()) for w, one in zip(energy, whole, strict=True))
+    out = {}
+    for name in drawn.keys() - {""}:
+        own_spread, own, company, mean = drawn[name].moments(energy, draws)
+        inner, norm = (
+            sum(float((w * one * other).sum()) for w, one, other in zip(energy, mean, others, strict=True))
+            for others in (whole, mean)
+        )
+        norms = (norm - own_spread / draws) * length
+        out[name] = {
+            "variance": at_scale(own_spread, own / unit if unit > 0 else 0.0, spread),
+            "company": company,
+            "cosine": float(np.clip(inner / norms**0.5, -1.0, 1.0)) if norms > 1e-9 * norm * length else None,
+        }
     return out
 
 

@@ -52,6 +52,42 @@ def _offset(offsets, row, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def _pruned_sums(  # type: ignore[no-untyped-def]
+    base,
+    vocabulary,
+    stride,
+    top,
+    factor,
+    temperature,
+    bound,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The sums of a row over the logits of at least `bound`, by lane, once its largest is known.
+    columns = tl.arange(0, BLOCK).to(tl.int64)
+    kept = tl.zeros([BLOCK], tl.float32)
+    size = tl.zeros([BLOCK], tl.float32)
+    surprise = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
+        valid = start + columns < vocabulary
+        x = tl.load(base + (start + columns) * stride, mask=valid, other=-float("inf")).to(tl.float32)
+        inside = (_quotient(x, temperature, SCALED) >= bound) & valid
+        u = (x - top) * factor
+        e = tl.where(inside, tl.exp2(u), 0.0)
+        kept += e
+        size += inside.to(tl.float32)
+        if ENTROPY:
+            surprise += e * tl.maximum(u, _LOWEST)
+        if SQUARES:
+            squares += e * e
+    return kept, size, surprise, squares
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     logits,
     offsets,
@@ -117,22 +153,9 @@ def _forward(  # type: ignore[no-untyped-def]
     if PRUNED:
         bound = _quotient(top, temperature, SCALED) + log_rho
         if tl.min(smallest, 0) < bound:
-            kept = tl.zeros([BLOCK], tl.float32)
-            size = tl.zeros([BLOCK], tl.float32)
-            surprise = tl.zeros([BLOCK], tl.float32)
-            squares = tl.zeros([BLOCK], tl.float32)
-            for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
-                valid = start + columns < vocabulary
-                x = tl.load(base + (start + columns) * stride, mask=valid, other=-float("inf")).to(tl.float32)
-                inside = (_quotient(x, temperature, SCALED) >= bound) & valid
-                u = (x - top) * factor
-                e = tl.where(inside, tl.exp2(u), 0.0)
-                kept += e
-                size += inside.to(tl.float32)
-                if ENTROPY:
-                    surprise += e * tl.maximum(u, _LOWEST)
-                if SQUARES:
-                    squares += e * e
+            kept, size, surprise, squares = _pruned_sums(
+                base, vocabulary, stride, top, factor, temperature, bound, ENTROPY, SQUARES, SCALED, BLOCK, STAGES
+            )
     tl.store(sums + row, top)
     tl.store(sums + count + row, at_label)
     tl.store(sums + 2 * count + row, tl.sum(full, 0))

@@ -23,7 +23,7 @@ from verl_ext.lab.bench import advantages, logits
 from verl_ext.lab.bench._memory import GROUP, TURN, make_batch
 from verl_ext.methods.logits.logits_pass import token_statistics
 
-TRUTH = Path(__file__).resolve().parents[1] / "examples" / "truth"
+TRUTH = Path(__file__).resolve().parents[3] / "examples" / "truth"
 
 FIGURES = (
     "otb_speedup_vs_verl",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def module(folder: str, name: str) -> ModuleType:

@@ -26,7 +26,7 @@ from verl_ext.integration.parts.outputs.transcript_writer import (
 from verl_ext.lab.transcripts import page
 from verl_ext.lab.transcripts.read import Choice, TranscriptError, as_text, read, visible
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import browser as headless  # noqa: E402
 
 HOSTILE = (
@@ -354,7 +354,7 @@ def test_a_prompt_that_goes_on_is_kept_once() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[headless.Browser]:
-    with headless.running(Path(__file__).resolve().parents[1] / "build" / "browser") as running:
+    with headless.running(Path(__file__).resolve().parents[2] / "build" / "browser") as running:
         yield running
 
 

@@ -17,7 +17,7 @@ import pytest
 from verl_ext import cli
 from verl_ext.lab.report import compare
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import browser as headless  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[headless.Browser]:
-    with headless.running(Path(__file__).resolve().parents[2] / "build" / "browser") as running:
+    with headless.running(Path(__file__).resolve().parents[3] / "build" / "browser") as running:
         yield running
 
 

@@ -27,7 +27,7 @@ from verl_ext.lab.whatif.compare import Comparison, compare
 from verl_ext.lab.whatif.records import Record, RecordError, find, read
 from verl_ext.lab.whatif.scale import signal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import gradients_at_checkpoint
 

@@ -113,6 +113,44 @@ def _extend_trainers(module: Any) -> None:
         wraps.replace(target, make)
 
 
+def _check_task_runners(module: Any) -> None:
+    """The launcher learns after this import whether the run is ours."""
+    from verl_ext.integration.compat import wraps
+
+    def make(original: Any) -> Any:
+        def run_ppo(config: Any, task_runner_class: Any) -> Any:
+            if os.environ.get(STRICT) == "1":
+                from verl_ext.integration import trainer
+
+                try:
+                    trainer.check_task_runner(config, task_runner_class)
+                except trainer.OptionError as error:
+                    raise SystemExit(f"verl_ext: {error}") from error
+            return original(config, task_runner_class)
+
+        return run_ppo
+
+    wraps.replace(wraps.RUN_PPO, make)
+
+
+def _check_older_trainers(module: Any) -> None:
+    """In a run of ours, for task runners of somebody else."""
+    if os.environ.get(STRICT) == "1":
+        from verl_ext.integration.compat import wraps
+
+        def make(original: Any) -> Any:
+            def __new__(cls: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+                if config is not None:  # Ray makes its actors without arguments; the launcher has seen verl's runners
+                    from verl_ext.integration import trainer
+
+                    trainer.refuse_older(config, cls)
+                return original(cls)
+
+            return __new__
+
+        wraps.replace(wraps.OLDER_TRAINER, make)
+
+
 def _one_pass_engines(module: Any) -> None:
     """In a run of ours the FSDP engines can compute all that they read from the logits in one pass."""
     if os.environ.get(STRICT) == "1":
@@ -161,6 +199,8 @@ def _insert_rollout_parts() -> None:
 
 _HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.trainer.ppo.core_algos": ("registering the estimators and losses", _register_estimators),
+    "verl.trainer.main_ppo": ("checking the task runner", _check_task_runners),
+    "verl.trainer.ppo.ray_trainer": ("checking the trainer", _check_older_trainers),
     "verl.trainer.ppo.v1": ("extending verl's V1 trainers", _extend_trainers),
     "verl.workers.engine.fsdp": ("preparing the training engines", _training_engines),
     # Again when the workers are imported, for engines that others have registered meanwhile.

@@ -19,6 +19,7 @@ from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.integration.settings import primary
 from verl_ext.integration.settings.options import read
 from verl_ext.sandbox import SETTINGS_VARIABLE, SandboxOptions, check
 
@@ -35,7 +36,7 @@ class LaunchCallback(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         """Check `config` and complete it in place. Raises SystemExit: names what is wrong."""
-        _prepare_or_exit(config)
+        _prepare_or_exit(config, config.get("hydra"))
         self._prepared = True
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
@@ -43,7 +44,7 @@ class LaunchCallback(Callback):
         wrong."""
         if not self._prepared:
             self._environment = dict(os.environ)
-            _prepare_or_exit(_config_of_the_job())
+            _prepare_or_exit(_config_of_the_job(), config.hydra)
 
     def on_job_end(self, config: Any, job_return: Any = None, **kwargs: Any) -> None:
         """Say so if the run ended because the node of its trainer died, since then no process of it can.
@@ -65,8 +66,9 @@ class LaunchCallback(Callback):
             os.environ.update(self._environment)
 
 
-def _prepare_or_exit(config: Any) -> None:
+def _prepare_or_exit(config: Any, hydra: Any) -> None:
     try:
+        primary.keep_users(config, hydra)
         prepare(config)
     except Exception as error:
         raise SystemExit(f"verl_ext: {error}") from error

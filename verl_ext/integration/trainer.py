@@ -9,6 +9,7 @@ verl's own. What the parts are and their order: `verl_ext.integration.parts`.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl_ext.integration.parts import checkpoints
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.reduction import reduced
 from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.options import OptionError
 
 
 class VerlExtTrainer:
@@ -163,6 +165,31 @@ class VerlExtTrainer:
             found.update(part.metrics)
             part.metrics.clear()
         return found
+
+
+def check_task_runner(config: Any, task_runner: Any) -> None:
+    """Raise OptionError if this Ray actor class is one of verl's that build a trainer of the older family."""
+    for one in task_runner.__ray_metadata__.modified_class.__mro__[1:]:  # the first is of Ray's making
+        if _module(one).startswith(("verl.experimental.", "verl.trainer.main_ppo_v0")):
+            refuse_older(config, one)
+
+
+def refuse_older(config: Any, what: type) -> None:
+    """Raise OptionError in a run of ours that `what` would train with a trainer of verl's older family."""
+    if parts.uses_verl_ext(config):
+        lost = ", ".join(part.__name__ for part in parts.all_parts() if part.wanted(config))
+        raise OptionError(
+            f"{_module(what)}.{what.__name__} trains with a trainer of verl's older family, whatever trainer.use_v1 "
+            f"says. It calls no part of verl_ext and would leave out {lost}. Start verl.trainer.main_ppo, whose "
+            "asynchronous modes are trainer.v1.trainer_mode=separate_async and colocate_async, or leave out the "
+            "recipes."
+        )
+
+
+def _module(what: type) -> str:
+    """Where a class is defined, also in the module that ``python -m`` runs."""
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if what.__module__ == "__main__" and spec else what.__module__
 
 
 def extend_registry() -> None:

@@ -145,6 +145,16 @@ GET_TRAINER = tuple(
     )
     for module in ("verl.trainer.ppo.v1", "verl.trainer.ppo.v1.trainer_base")
 )
+RUN_PPO = _target(
+    "verl.trainer.main_ppo:run_ppo(config, task_runner_class)",
+    "trainer/main_ppo.py:35, called by the entry points in verl.experimental",
+    "they inherit trainer.use_v1=true and build trainers of the older family all the same",
+)
+OLDER_TRAINER = _target(
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__new__",
+    "trainer/ppo/ray_trainer.py:286; verl's subclasses do not call its __init__",
+    "a task runner of somebody else may build a trainer of the older family, which has none of our hooks",
+)
 ADVANTAGE = _target(
     "verl.trainer.ppo.v1.trainer_base:"
     "compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config)",

@@ -175,6 +175,38 @@ def test_prompts_that_verl_replaces_for_ever_end_the_run(clean: Any) -> None:
         clean.kv_clear(keys=begun, partition_id="train")
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_the_filter_leaves_out_is_due_too(clean: Any, lost: int) -> None:
+    """DAPO keeps one prompt of three here: counted over its rollouts, one lost rollout was 1 of 4, and ended the run."""
+    begun: list[str] = []
+
+    def refill(count: int) -> None:
+        for _ in range(count):
+            begun.append(f"d{len(begun)}")
+            same = len(begun) < 3
+            kept = ["raises"] * lost + ["rows"] * (4 - lost)
+            prompt(clean, begun[-1], *(["rows"] * 4 if same else kept))
+            keys = [key for key in clean.kv_list()["train"] if key.startswith(f"{begun[-1]}_")]
+            scores = [1.0] * 4 if same else [0.0, 1.0, 0.0, 1.0]
+            fields = TensorDict({"rm_scores": torch.tensor(scores[: len(keys)])[:, None]}, batch_size=len(keys))
+            clean.kv_batch_put(keys=keys, partition_id="train", fields=fields)
+
+    buffer = ReplayBuffer(
+        "sync", OmegaConf.create({}), 1, "drop", OmegaConf.create({}), poll_interval=0.01, refill_fn=refill,
+        filter_groups_metric="reward", train_batch_size=1, gen_batch_size=1,
+    )  # fmt: skip
+    config = {"verl_ext": {"max_missing_share": 0.1}, "data": {"train_batch_size": 1}}
+    part = missing.Missing(OmegaConf.create(config | {"actor_rollout_ref": {"rollout": {"n": 4}}}))
+    buffer = part.replay_buffer(buffer)
+    refill(1)
+    if lost == 1:
+        batch = sample(buffer, 1)
+        assert len(batch.keys) == 3 and part.metrics["rollout/missing_trajectories"] == 1
+    else:
+        with pytest.raises(missing.MissingRollouts, match="2 of 12 rollouts were lost"):
+            sample(buffer, 1)
+
+
 VERL_COUNTS = "expected_acc_counts" in inspect.signature(process_validation_metrics).parameters
 """Whether verl knows how many rollouts validation asked for; a checkout of August 2026 does not."""
 

@@ -61,17 +61,23 @@ def play(tokenizer: Any, tmp_path: Path) -> Callable[..., tuple[list[AgentLoopOu
         server: Any = None,
         reward_path: str = str(reward),
         models: dict[str, Any] | None = None,
+        times: int = 1,
+        algorithm: dict[str, Any] | None = None,
     ) -> tuple[list[AgentLoopOutput], Scripted]:
         limits = {"prompt_length": prompt_length, "response_length": response_length, **(rollout or {})}
         node = {**({"name": name} if name else {}), **(keys or {})}
         config = config_of(limits, reward_path, {"orchestra": node, "models": models or {}})
+        config.algorithm = algorithm or {}
         engine = server or Scripted(tokenizer, answer)
 
         async def run() -> list[AgentLoopOutput]:
-            own = {"name": "x", **(entry or {}), "tools": ToolListWrap(tools or [])}
-            made = make_loop(loop_module.AGENT_NAME, config, engine, tokenizer, **own)
-            assert isinstance(made, loop_module.OrchestraLoop)
-            return await made.run({"temperature": 1.0, "logprobs": True}, **columns_of(row))
+            rows: list[AgentLoopOutput] = []
+            for _ in range(times):
+                own = {"name": "x", **(entry or {}), "tools": ToolListWrap(tools or [])}
+                made = make_loop(loop_module.AGENT_NAME, config, engine, tokenizer, **own)
+                assert isinstance(made, loop_module.OrchestraLoop)
+                rows += await made.run({"temperature": 1.0, "logprobs": True}, **columns_of(row))
+            return rows
 
         return asyncio.run(run()), engine
 
@@ -463,6 +469,33 @@ def test_a_failure_ends_its_own_trajectory(
     rows, _ = play("test_faulty", stuck, keys={"options": {"how": how}, "on_failure": "exclude", **keys})
     assert fields(rows, "valid_row") == [False] * len(rows)
     assert rows[0].response_mask == [0] * len(rows[0].response_ids)
+
+
+@orchestra("test_second_fails")
+async def second_fails(task, left, *, failing: int = 1):
+    said = (await left("go")).text
+    if said == "fail":
+        raise KeyError("the blackboard")
+    return Outcome(reward=float(said), info={"acc": float(said) / 2, "steps": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("metric", "answers", "acc"),
+    [
+        ("acc", ["fail"], [0.0]),  # the first that ends: DAPO's filter asks every trajectory for it
+        ("acc", ["1", "-1", "fail"], [0.5, -0.5, -0.5]),
+        (None, ["fail", "1", "fail"], [None, 0.5, 0.0]),
+        ("reward", ["fail"], [None]),
+    ],
+)
+def test_a_failed_trajectory_reports_its_scores_as_their_least(
+    play: Any, metric: str | None, answers: list[str], acc: list[float | None]
+) -> None:
+    said = iter(answers)
+    algorithm = {"filter_groups": {"enable": True, "metric": metric}}
+    rows, _ = play("test_second_fails", lambda _: next(said), times=len(answers), algorithm=algorithm)
+    assert [row.extra_fields["reward_extra_info"].get("acc") for row in rows] == acc
+    assert ["steps" in row.extra_fields["reward_extra_info"] for row in rows] == [one != "fail" for one in answers]
 
 
 @pytest.mark.parametrize("how", ["raise", "cancel", "gather", "nan", "endless", "reward"])

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext.integration.parts.advantage.rollouts import JUDGED
+from verl_ext.integration.settings.options import select
 from verl_ext.rollout.orchestra.agents import REWARD_ERROR, REWARD_TIMEOUT, OrchestraFailure
 from verl_ext.rollout.orchestra.core import Task
 from verl_ext.rollout.shared.contain import contained
@@ -56,6 +58,27 @@ async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple
     if not isinstance(result, Mapping):
         return score, {"acc": score}
     return score, {key: float(value) for key, value in result.items() if _is_number(value)}
+
+
+def all_scores(config: Any, team: str, said: Mapping[str, float], failed: bool) -> dict[str, float]:
+    """What is said of a trajectory; of one that failed before it was judged, with the least of each score.
+
+    A score is a number of `JUDGED` or the one that DAPO's filter reads (``algorithm.filter_groups.metric``). Its least is
+    what the team's trajectories of this process have had so far, 0 at most; of the filter's also where none has.
+
+    Args:
+        config: verl's whole config.
+        team: the orchestra's name.
+        said: numbers by name.
+        failed: whether the trajectory did.
+    """
+    least: dict[str, float] = once(config, f"least scores of {team}", dict)
+    filtered = select(select(config.get("algorithm"), "filter_groups"), "metric")
+    own = {str(filtered)} - {"None", "reward"}  # reward: verl has it of every row
+    if failed:
+        return {**dict.fromkeys(own, 0.0), **least, **said}
+    least.update({name: min(least.get(name, 0.0), said[name]) for name in {*JUDGED, *own} & said.keys()})
+    return dict(said)
 
 
 def _function(config: Any) -> Any:

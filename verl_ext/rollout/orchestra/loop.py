@@ -424,7 +424,7 @@ class OrchestraLoop(ChatLoop):
                 info[f"reward_{agent.name}"] = result.rewards[agent.name]
         for reason in {*self.reasons, *events}:
             info[f"failure_{reason}"] = float(events.get(reason, 0))
-        return info
+        return judging.all_scores(self.config, lineup.orchestra.name, info, bool(failure))
 
 
 def _prepare(

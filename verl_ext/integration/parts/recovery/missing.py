@@ -9,7 +9,8 @@ is what a ``__rollout_n__`` of the data leaves out: what is due is what has ende
 
 Where verl drops each prompt that lost a rollout and begins another (its asynchronous modes, and
 ``trainer.v1.sampler.sync_refill_failed_groups``), it would do so for ever if each prompt loses one, so that these
-rollouts are counted before it begins another, too.
+rollouts are counted before it begins another, too. Those of prompts that verl leaves out for another reason (DAPO's
+filter, age) have ended like the others, and are due.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Missing(Part):
         self.share = max_missing_share(config)
         self._told: set[str] = set()
         self._dropped: dict[str, Any] = {}  # lost with their prompts, since the last batch
+        self._left_out: set[str] = set()  # ended well, of prompts that verl left out since then
         self._validation: list[tuple[str, Any]] = []
 
     @classmethod
@@ -63,13 +65,22 @@ class Missing(Part):
         buffer.sample = functools.partial(self._sample, buffer, buffer.sample)
         if getattr(buffer, "refill_fn", None) is not None:
             buffer.refill_fn = functools.partial(self._refill, buffer.refill_fn)
+        if hasattr(buffer, "_clear_groups"):  # a sampler of the user's own may leave out none
+            buffer._clear_groups = functools.partial(self._clear, buffer, buffer._clear_groups)
         return buffer
+
+    def _clear(self, buffer: Any, clear: Any, partition_id: str, uids: set[str]) -> Any:
+        """verl's `_clear_groups`, which takes prompts out. A rollout that goes with one that was lost is not counted."""
+        well = {split_key(key)[:2] for key in buffer.partitions[partition_id]}
+        left = set(uids) - buffer.failure_keys[partition_id]
+        self._left_out |= {session for uid, session in well if uid in left}
+        return clear(partition_id, uids)
 
     def _refill(self, refill: Any, count: int) -> Any:
         """verl's `refill_fn`, which replaces prompts. Raises MissingRollouts: too many were lost for a batch."""
         self._dropped |= self._lost("train")
         batch = int(self.config.data.train_batch_size) * int(self.config.actor_rollout_ref.rollout.n)
-        self._allow(self._dropped, batch + len(self._dropped))
+        self._allow(self._dropped, batch + len(self._dropped) + len(self._left_out))
         return refill(count)
 
     def _lost(self, partition_id: str) -> dict[str, Any]:
@@ -95,11 +106,13 @@ class Missing(Part):
                 raise MissingRollouts(self._message(lost, len(lost))) from error
             raise
         lost = self._lost(partition_id)
+        left_out: set[str] = set()
         if partition_id != "val":
             lost, self._dropped = self._dropped | lost, {}
+            left_out, self._left_out = self._left_out, set()
         self._require_told(buffer, partition_id)
         ended = {split_key(key)[1] for key in [*getattr(buffer, "partitions", {}).get(partition_id, ()), *batch.keys]}
-        due = len(ended) + len(lost)
+        due = len(ended | left_out) + len(lost)
         if lost and not batch.keys:
             raise MissingRollouts(self._message(lost, due))
         if partition_id == "val":

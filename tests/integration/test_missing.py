@@ -177,7 +177,7 @@ def test_prompts_that_verl_replaces_for_ever_end_the_run(clean: Any) -> None:
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_what_the_filter_leaves_out_is_due_too(clean: Any, lost: int) -> None:
-    """DAPO keeps one prompt of three here: counted over its rollouts, one lost rollout was 1 of 4, and ended the run."""
+    """DAPO keeps one prompt of three here: counted over its rollouts, one lost was 1 of 4, and ended the run."""
     begun: list[str] = []
 
     def refill(count: int) -> None:

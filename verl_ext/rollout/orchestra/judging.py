@@ -63,8 +63,8 @@ async def judge(config: Any, task: Task, answer: str, timeout_s: float) -> tuple
 def all_scores(config: Any, team: str, said: Mapping[str, float], failed: bool) -> dict[str, float]:
     """What is said of a trajectory; of one that failed before it was judged, with the least of each score.
 
-    A score is a number of `JUDGED` or the one that DAPO's filter reads (``algorithm.filter_groups.metric``). Its least is
-    what the team's trajectories of this process have had so far, 0 at most; of the filter's also where none has.
+    A score is a number of `JUDGED` or the one that DAPO's filter reads (``algorithm.filter_groups.metric``). Its least
+    is what the team's trajectories of this process have had so far, 0 at most; of the filter's also where none has.
 
     Args:
         config: verl's whole config.

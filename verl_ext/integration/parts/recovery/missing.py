@@ -70,7 +70,7 @@ class Missing(Part):
         return buffer
 
     def _clear(self, buffer: Any, clear: Any, partition_id: str, uids: set[str]) -> Any:
-        """verl's `_clear_groups`, which takes prompts out. A rollout that goes with one that was lost is not counted."""
+        """verl's `_clear_groups`, which takes prompts out. What goes since another rollout was lost is not counted."""
         well = {split_key(key)[:2] for key in buffer.partitions[partition_id]}
         left = set(uids) - buffer.failure_keys[partition_id]
         self._left_out |= {session for uid, session in well if uid in left}

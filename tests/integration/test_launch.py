@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.integration import checks, launch
 from verl_ext.integration.settings.options import OptionError
+from verl_ext.rewards.judge import JudgeError
 from verl_ext.sandbox import SandboxOptions
 
 pytestmark = pytest.mark.usefixtures("verl_configuration")
@@ -203,6 +204,20 @@ def test_the_sandbox_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(OptionError, match=message):
             launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", wrong))
+
+
+def test_a_mathematics_reward_that_misjudges_ends_the_run_at_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["+recipe=trloo", "actor_rollout_ref.rollout.n=4"]
+    asked.append("reward.custom_reward_function.path=pkg://verl_ext.rewards.math")
+    launch.prepare(config(*asked))
+    (tmp_path / "math_verify.py").write_text(
+        "def parse(text, **_): return [text]\ndef verify(one, other, **_): return False"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(JudgeError, match=r"does not see that '0\.5' is .*frac.*no verdict of it can be trusted"):
+        launch.prepare(config(*asked))
 
 
 def test_the_sandbox_has_the_defaults_of_its_recipes() -> None:

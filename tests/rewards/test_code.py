@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.utils.reward_score import default_compute_score
 
 from verl_ext.rewards.code import FIRST, _same_word, compute_score
+from verl_ext.rewards.judge import REASONS
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}
 ADD = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}
@@ -72,7 +74,7 @@ def test_what_a_function_returns_is_compared(source: str, expected: float) -> No
         ),
         ("print('x' * (1 << 20))", "output"),
         ("#" + "\U0001f600" * 360_000, "input"),
-        ("raise SystemExit(1)", "error"),
+        ("raise SystemExit(1)", ""),
         ("open('{file}', 'w')", "error"),
         ("import os; os.system('touch {file}')", "error"),
         ("import ctypes; ctypes.string_at(0)", "crashed"),
@@ -84,7 +86,66 @@ def test_what_it_does_to_its_process_is_wrong_and_counted(source: str, reason: s
     found = score(source.replace("{file}", str(file)), timeout_s=limit)
     assert found["score"] == 0.0 and not file.exists()
     # os.system raises nothing: the shell is not started, and nothing is printed.
-    assert found[f"judge_{reason}"] == (0.0 if "os.system" in source else 2.0), found
+    assert sum(found[f"judge_{one}"] for one in REASONS) == (2.0 if reason and "os.system" not in source else 0.0), (
+        found
+    )
+    assert not reason or "os.system" in source or found[f"judge_{reason}"] == 2.0, found
+
+
+PRINT = "print(sum(map(int, input().split())))"
+RECURSION = "def deep(n): return n and 1 + deep(n - 1)\ndeep(20_000)"
+AS_VERL = {
+    "names of modules": "first, *rest = map(int, sys.stdin.readline().split())\nprint(int(math.fsum([first, *rest])))",
+    "names in modules": "print(reduce(lambda a, b: a + b, Counter(map(int, stdin.read().split())).elements(), 0))",
+    "a module, not its function": "datetime.datetime(2020, 1, 1), bisect.bisect([1], 1), copy.copy(1)\n" + PRINT,
+    "Python's own before all": f"assert pow(2, 3, 5) == 3 and open and compile('1', '', 'eval')\n{PRINT}",
+    "an exit with a code": f"import sys\n{PRINT}\nsys.exit(1)",
+    "what it says to itself": f"print('...', file=sys.stderr)\n{PRINT}",
+    "an exit with a word": f"{PRINT}\nsys.exit('done')",
+    "a thread for its stack": "import threading\nthreading.stack_size(1 << 27)\nfrom functools import lru_cache\n"
+    f"@lru_cache(None)\n{RECURSION.splitlines()[0]}\ndef main():\n    deep(20_000)\n    {PRINT}\n"
+    "one = threading.Thread(target=main)\none.start()\none.join()\nassert not one.is_alive()",
+    "a pool": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(2) as pool:\n"
+    "    print(sum(pool.map(int, input().split())))",
+    "an event loop": "import asyncio\nasync def main():\n    await asyncio.sleep(0.001)\n    return input()\n"
+    "print(sum(map(int, asyncio.run(main()).split())))",
+    "depth": f"{RECURSION}\n{PRINT}",
+    "numpy": "import numpy as np\nprint(np.array(input().split(), dtype=int).sum())",
+    "the main block": f"def main():\n    {PRINT}\n\nif __name__ == '__main__':\n    main()",
+}
+"""Right programs that verl's judge lets pass."""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", AS_VERL)
+def test_a_program_has_what_verls_judge_provides(name: str) -> None:
+    tests = json.dumps({**SUMS, "outputs": ["3\n", "7\n"]})
+    assert score(AS_VERL[name], tests)["score"] == default_compute_score("apps", AS_VERL[name], tests) == 1.0
+
+
+PROVIDED = {"fn_name": "gcd", "inputs": ["4\n6"], "outputs": ["2"]}
+FIND = {"fn_name": "search", "inputs": ["[1, 2]\n2\n"], "outputs": ["1"]}
+KEYS = {"fn_name": "after", "inputs": ['{"1": 2}'], "outputs": ['{"2": 2}']}
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "expected"),
+    [
+        (
+            "class Solution:\n    def search(self, of: List[int], one: Optional[int]):\n        return of.index(one)",
+            FIND,
+            1.0,
+        ),
+        ("def after(known: Dict[int, int]):\n    return {one + 1: known[one] for one in known}", KEYS, 1.0),
+        ("", PROVIDED, 0.0),  # verl's judge takes what it provides for an answer
+        ("import sys\ndef gcd(a, b):\n    sys.exit(0)", PROVIDED, 0.0),
+        (f"{PRINT}\nraise ValueError", SUMS, 0.0),
+        (f"import threading\n{PRINT}\nthreading.Thread(target=lambda: 1 / 0).start()", SUMS, 1.0),
+        (f"import threading\nthreading.Thread(target=lambda: 1 / 0).start()\n{PRINT[:-1]} + 1)", SUMS, 0.0),
+    ],
+)
+def test_what_is_provided_is_no_answer(source: str, tests: Any, expected: float) -> None:
+    assert score(source, tests)["score"] == expected
 
 
 LOOK = """
@@ -151,6 +212,9 @@ def test_unknown_options_are_refused() -> None:
         ("1e9", "1000000000", True),
         ("999999", "1000000", False),
         ("0.9999999", "1", True),
+        ("0.33333", "0.333333333", True),
+        ("0.3333", "0.333333333", False),
+        ("100000.0", "100001", False),
         ("1000000007.5", "1000000007.4", True),
         ("one", "1000000007", False),
         ("1e999", "1e998", False),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from verl.utils.import_utils import load_extern_object
 
+from verl_ext.rewards.caged import load_math
 from verl_ext.rewards.judge import REASONS
 from verl_ext.rewards.math import compute_score
 
@@ -41,6 +42,80 @@ def test_verdicts(answer: str, truth: Any, score: float) -> None:
     result = compute_score("math", answer, truth)
     assert result["score"] == result["acc"] == score and not reasons(result)
     assert all(type(value) is float for value in result.values())
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "score"),
+    [
+        *(("50", r"50\%", 1.0), (r"50\%", "50", 1.0), (r"50\%", "0.5", 1.0), (r"50\%", r"\frac12", 1.0)),
+        *(("0.5", "50%", 1.0), ("50", "0.5", 0.0), ("0.5", "50", 0.0), (r"50\%", r"0.5\%", 0.0), ("5", r"12.5\%", 0.0)),
+        *(("1000", r"1\,000", 1.0), ("1000", "1 000", 1.0), ("1000", r"\$1{,}000", 1.0), ("1000", "1,001", 0.0)),
+        *((r"\frac32", "1 1/2", 1.0), ("-1.5", r"-1\frac12", 1.0), ("1.5", "1½", 1.0), ("1/3", r"0.\overline{3}", 1.0)),
+        *(
+            ("90", "90°", 1.0),
+            ("5", "5 dollars", 1.0),
+            ("5", "€5", 1.0),
+            ("12", "12 m/s", 1.0),
+            ("5", r"5~\text{km}", 1.0),
+        ),
+        *(
+            ("1500", "1.5e3", 1.0),
+            ("0.0015", "1.5e-3", 1.0),
+            ("2x", "2 x", 1.0),
+            (r"2\pi", "2 pi", 1.0),
+            ("x^{12}", "x¹²", 1.0),
+        ),
+        *(
+            (r"(-\infty,3]", "(-∞, 3]", 1.0),
+            (r"\emptyset", r"\varnothing", 1.0),
+            (r"\sqrt2", "√2", 1.0),
+            ("-5", "−5", 1.0),
+        ),
+        *(
+            ("A", r"\text{A.}", 1.0),
+            ("A", "(A)", 1.0),
+            ("A", "B", 0.0),
+            ("no", "on", 0.0),
+            ("5", "5.", 1.0),
+            ("0", "-0", 1.0),
+        ),
+        *(("2", r"\boxed{2}", 1.0), ("6:30", "7:30", 0.0), ("(1,2)", "[1,2]", 0.0), (r"\pm 2", r"\{2,-2\}", 1.0)),
+    ],
+)
+def test_the_same_in_other_signs(truth: str, answer: str, score: float) -> None:
+    assert compute_score("math", rf"so it is \boxed{{{answer}}}", truth, timeout_s=60.0)["score"] == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (r"\boxed{12} or better \boxed{13", 0.0),
+        (r"\boxed{13} or better \boxed{12", 0.0),
+        (r"\boxed{12} or better \boxed{}", 0.0),
+        (r"\boxed{13}, no, that is wrong, it must be \boxed{12}", 1.0),
+        (r"\boxed{12}, no, that is wrong, it must be \boxed{13}", 0.0),
+        (r"so $x = \boxed 12$.", 1.0),
+        (r"\boxed{{12}}", 1.0),
+        (r"\fbox{12}", 1.0),
+    ],
+)
+def test_the_last_box_is_the_answer(text: str, score: float) -> None:
+    """As verl's reward for MATH has it, also where the answer was cut in that box."""
+    assert compute_score("math", text, "12", timeout_s=60.0)["score"] == score
+
+
+def test_a_parser_that_fails_is_noticed_before_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As math-verify's does with Hydra's version of ANTLR: it raises on percentages, and math-verify keeps that."""
+    from latex2sympy2_extended.antlr_parser import PSParser
+
+    def missing(_: Any) -> None:
+        raise AttributeError("'AtomContext' object has no attribute 'FUNC_GAMMA'")
+
+    monkeypatch.setattr(PSParser.AtomContext, "FUNC_GAMMA", missing, raising=False)
+    with pytest.raises(
+        RuntimeError, match=r"does not see that '50\\\\%' is '50', with math-verify .*antlr4-python3-runtime"
+    ):
+        load_math.__wrapped__()
 
 
 def test_unparsable_is_told_from_wrong() -> None:

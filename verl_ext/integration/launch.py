@@ -21,7 +21,7 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_ext.integration.settings import primary
 from verl_ext.integration.settings.options import read
-from verl_ext.sandbox import SETTINGS_VARIABLE, SandboxOptions, check
+from verl_ext.sandbox import SETTINGS_VARIABLE, Sandbox, SandboxOptions, check
 
 
 class LaunchCallback(Callback):
@@ -134,14 +134,20 @@ def prepare(config: Any) -> None:
 def _sandbox(config: Any) -> str:
     """``verl_ext.sandbox`` as JSON. Where the run is known to use the sandbox, its layers are checked and logged."""
     options = read(config.get("verl_ext"), "sandbox", SandboxOptions, where="verl_ext.sandbox")
+    judge = str(OmegaConf.select(config, "reward.custom_reward_function.path"))
     users = [
-        str(OmegaConf.select(config, "reward.custom_reward_function.path")).endswith(("rewards.math", "rewards.code")),
+        judge.endswith(("rewards.math", "rewards.code")),
         OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") == "verl_ext_multi_turn",
         OmegaConf.select(config, "verl_ext.orchestra.name") == "python",
         options.cage != SandboxOptions.cage,
     ]
     if any(users):
         print(f"verl_ext sandbox: {options.cage}: {', '.join(check(options.cage))}", flush=True)
+    if judge.endswith("verl_ext.rewards.math"):
+        from verl_ext.rewards import math
+
+        with Sandbox(options, options.cage) as sandbox:
+            math.check(sandbox)
     return json.dumps(dataclasses.asdict(options))
 
 

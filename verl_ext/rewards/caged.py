@@ -10,15 +10,25 @@ sympy's own functions, and nothing that Python needs for more.
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
+import concurrent.futures.thread
+import contextlib
 import functools
+import importlib
+import importlib.metadata
 import io
 import json
 import re
+import selectors
 import sys
+import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from verl_ext.rewards.notation import boxed, normal
 
 _PLAIN = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load),
@@ -111,40 +121,91 @@ def math(answer: str, accepted: list[str]) -> dict[str, Any]:
     Returns:
         ``right`` and ``parsed``, bool.
     """
+    only_expressions()
+    return _judged(answer, accepted)
+
+
+def _judged(answer: str, accepted: list[str]) -> dict[str, Any]:
     from math_verify import parse, verify
 
-    only_expressions()
     # Its own time limits are signals, and end no sympy in one large power; the sandbox keeps the time here.
-    found = parse(answer, parsing_timeout=None)
+    answers = [answer]
+    if "\\boxed" in answer or "\\fbox" in answer:
+        answers = [f"\\boxed{{{normal(content)}}}" for content in boxed(answer)]
+    found = [parse(one, parsing_timeout=None) for one in answers]
     references = [parse(_boxed(one), parsing_timeout=None) for one in accepted]
-    right = bool(found) and any(verify(one, found, timeout_seconds=None) for one in references)
-    return {"right": right, "parsed": bool(found)}
+    pairs = [(reference, one) for one in found for reference in references if one]
+    right = any(verify(reference, one, timeout_seconds=None) for reference, one in pairs)
+    return {"right": right, "parsed": any(found)}
 
 
 def _boxed(text: str) -> str:
     """A bare expression as math-verify reads it best."""
-    return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+    plain = "\\boxed" not in text and "$" not in text.replace("\\$", "")
+    return f"\\boxed{{{normal(text)}}}" if plain else text
 
 
-_FAMILIAR = (
-    *(r"\boxed{\frac{1}{2}}", r"\boxed{2\sqrt{2}+x^2}", r"\boxed{(1,2)}", r"\boxed{\{1,2\}}", r"\boxed{x=1}"),
-    *("There are 1.5 apples.", "1/2", r"$\sin(x)+\pi$", r"\boxed{50\%}", r"\boxed{x>1}", r"\boxed{\text{yes}}"),
+KNOWN = (
+    *(
+        (r"\frac{1}{2}", "0.5", True),
+        ("50", r"50\%", True),
+        (r"50\%", "0.5", True),
+        (r"50\%", "50", True),
+        ("50", "0.5", False),
+    ),
+    *(
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("(1,2)", "(2,1)", False),
+        ("1500", "1.5e3", True),
+    ),
+    *((r"\{1,2\}", r"\{2,1\}", True), ("[1,2)", "[1,2]", False), ("x=1", "1", True), ("x>1", r"(1,\infty)", True)),
+    *(
+        (r"\text{yes}", "no", False),
+        (r"\sin(x)+\pi", r"\pi+\sin x", True),
+        ("3+4i", "4i+3", True),
+        ("10^{10}", "10000000000", True),
+    ),
+    *((r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True), (r"1\frac{1}{2}", "1.5", True)),
+    *(
+        ("1,000", "1000", True),
+        (r"5\text{ cm}", "5", True),
+        (r"90^\circ", "90", True),
+        ("5!", "120", True),
+        ("x", "y", False),
+    ),
 )
+"""References and answers whose equality is known; they also have math-verify build its grammars."""
 
 
 @functools.cache
 def load_math() -> None:
-    """Import what `math` needs and have it build its grammars, once for all calls: half a second each otherwise.
+    """Import what `math` needs and see whether it judges as it should, once for all calls: a second each otherwise.
 
     Raises:
         ImportError: math-verify is not installed.
+        RuntimeError: it does not know what it should (`KNOWN`), as with a parser that fails on everything.
     """
     try:
-        from math_verify import parse, verify
+        from latex2sympy2_extended.antlr_parser import PSParser
+        from math_verify import parse, verify  # noqa: F401
     except ImportError as error:
         raise ImportError("the reward function needs math-verify: pip install 'verl-ext[math]'") from error
-    for text in _FAMILIAR:
-        verify(parse(text, parsing_timeout=None), parse(r"\boxed{x_1}", parsing_timeout=None), timeout_seconds=None)
+    if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+        # latex2sympy2_extended 1.11 has no such rule in its parser for ANTLR 4.9, the version that Hydra wants, and
+        # asks for it before it asks for a percentage (latex2sympy2.py, convert_atom): none is read.
+        PSParser.AtomContext.FUNC_GAMMA = lambda self: None
+    for reference, answer, equal in KNOWN:
+        if _judged(f"\\boxed{{{answer}}}", [reference])["right"] is not equal:
+            packages = ("math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "sympy")
+            versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+            said = (
+                "takes {answer!r} for {reference!r}" if not equal else "does not see that {answer!r} is {reference!r}"
+            )
+            raise RuntimeError(
+                f"math-verify {said.format(answer=answer, reference=reference)}, with {versions}: no verdict of it can "
+                "be trusted. Install the versions that verl_ext is tested with (requirements/lock.txt)"
+            )
 
 
 @functools.cache
@@ -178,18 +239,101 @@ def verls(data_source: str, answer: str, reference: str) -> float:
     return float(default_compute_score(data_source, answer, reference))
 
 
+_KNOWN = (
+    *(
+        "string",
+        "re",
+        "datetime",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+        "math",
+        "random",
+        "statistics",
+        "itertools",
+    ),
+    *("functools", "operator", "io", "sys", "json", "typing"),
+)
+"""Modules that a program has without importing them, and all that they export, as under verl's judge (0.9.1,
+utils/reward_score/prime_code/testing_util.py): answers name `List`, `defaultdict` and `math` as problem statements do.
+Of two of a name the later counts; a module comes before what others export, Python's own functions before all."""
+DEPTH = 600_000
+"""Calls within calls, as there."""
+
+
+def _start(self: threading.Thread) -> None:
+    """``Thread.start`` that returns when the thread has ended: the cage has one. Answers use them for a deep stack."""
+    try:
+        self.run()
+    except SystemExit:
+        pass
+    except Exception as error:  # ends the thread alone
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self)))
+
+
+def _submit(self: Any, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    """``ThreadPoolExecutor.submit`` that returns when the call has ended."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    try:
+        future.set_result(function(*given, **named))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that needs no socket, because no other thread wakes it."""
+
+    def __init__(self) -> None:
+        super().__init__(selectors.SelectSelector())
+
+    def _nothing(self) -> None:
+        pass
+
+    _make_self_pipe = _close_self_pipe = _write_to_self = _nothing
+
+
+class _Loops(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _Loop
+
+
+def _furnish() -> None:
+    """Give this process what programs have under verl's judge: names, depth, threads. It ends with its call."""
+    names: dict[str, Any] = {}
+    for module in map(importlib.import_module, _KNOWN):
+        exported = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        names.update((name, getattr(module, name)) for name in exported)
+    names.update((name, sys.modules[name]) for name in _KNOWN if name != "typing")
+    vars(builtins).update({**names, **vars(builtins)})
+    sys.setrecursionlimit(DEPTH)
+    instead = {"start": _start, "join": lambda *_, **__: None, "is_alive": lambda _: False}
+    for owner, methods in ((threading.Thread, instead), (concurrent.futures.ThreadPoolExecutor, {"submit": _submit})):
+        for name, method in methods.items():
+            setattr(owner, name, method)
+    asyncio.set_event_loop_policy(_Loops())
+
+
+def _whole_keys(value: Any) -> Any:
+    """An argument that has whole numbers for keys, which JSON has as texts."""
+    with contextlib.suppress(ValueError):
+        return {int(key): one for key, one in value.items()} if isinstance(value, dict) else value
+    return value
+
+
 def program(source: str, given: Any, function: str | None = None) -> Any:
     """Run a program, or call a function of it. It learns nothing but its input, so the caller judges what comes out.
 
     Args:
-        source: of Python.
+        source: of Python. `_KNOWN` is there without being imported.
         given: its standard input; with `function` its arguments.
-        function: a name of the program, or a method of its class ``Solution``.
+        function: a method of its class ``Solution``, or a name of the program.
 
     Returns:
-        What it has printed; with `function` what this returned.
+        What it has printed, also if it then exits, whatever its code; with `function` what this returned.
     """
-    names: dict[str, Any] = {"__name__": "answer" if function else "__main__"}
+    module = types.ModuleType("answer" if function else "__main__")
+    sys.modules[module.__name__] = module  # where dataclasses and type hints look names up
     printed, typed = io.BytesIO(), "" if function else str(given)
     sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(typed.encode())), io.TextIOWrapper(printed, write_through=True)
     stdin, plain = sys.stdin, open
@@ -201,14 +345,16 @@ def program(source: str, given: Any, function: str | None = None) -> Any:
         return plain(file, mode, *more, **named)
 
     builtins.open = opened
+    _furnish()
     try:
-        exec(compile(source, "<answer>", "exec", dont_inherit=True), names)
-    except SystemExit as end:
-        if function or end.code not in (None, 0):
+        exec(compile(source, "<answer>", "exec", dont_inherit=True), vars(module))
+    except SystemExit:
+        if function:
             raise
     if function:
-        found = names[function] if function in names else getattr(names["Solution"](), function)
-        return found(*given)
+        solution: Any = vars(module).get("Solution")
+        found = getattr(solution(), function) if hasattr(solution, function) else vars(module)[function]
+        return found(*map(_whole_keys, given))
     return printed.getvalue().decode()
 
 

@@ -27,7 +27,7 @@ from verl_ext.sandbox import shared
 
 _PROGRAM = "verl_ext.rewards.caged:program"
 _WHOLE = re.compile(r"[+-]?[0-9]+")
-LARGE = 10**6
+LARGE = 10**5
 """From here on a tolerance would take one whole number for another."""
 
 FIRST = 10
@@ -97,7 +97,7 @@ def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
         function = truth.get("fn_name")
         inputs, outputs = list(truth["inputs"]), list(truth["outputs"])
         if function:
-            inputs = [[json.loads(x) for x in one.split("\n")] if isinstance(one, str) else list(one) for one in inputs]
+            inputs = [_lines(one) if isinstance(one, str) else list(one) for one in inputs]
             outputs = [json.loads(one) if isinstance(one, str) else one for one in outputs]
         else:
             inputs, outputs = (
@@ -114,6 +114,11 @@ def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
     return list(zip(inputs, outputs, strict=True)), function
 
 
+def _lines(text: str) -> list[Any]:
+    """The values of a text with JSON in each line."""
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
 def _same(found: Any, expected: Any, function: str | None) -> bool:
     """Whether an output is the expected one: for texts word by word, numbers among them by value."""
     if function:
@@ -124,7 +129,7 @@ def _same(found: Any, expected: Any, function: str | None) -> bool:
 
 
 def _same_word(word: str, wanted: str) -> bool:
-    """Whether a number has the value of another one, within a millionth.
+    """Whether a number has the value of another one, within verl's tolerance (1e-5).
 
     Exactly where both are written as whole numbers, and where a large one is wanted, however the word is written: a
     tolerance would take 1000000500.0 for 1000000007, and infinity for 10^400.
@@ -139,4 +144,4 @@ def _same_word(word: str, wanted: str) -> bool:
         return False
     if _WHOLE.fullmatch(wanted) and (_WHOLE.fullmatch(word) or expected.copy_abs() >= LARGE):
         return found == expected
-    return math.isfinite(float(wanted)) and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+    return math.isfinite(float(wanted)) and math.isclose(float(word), float(wanted), rel_tol=1e-5, abs_tol=1e-8)

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_ext.rewards.arguments import references, refuse_unknown
 from verl_ext.rewards.judge import Judgement, judge
+from verl_ext.sandbox import Sandbox
 
 _VERIFIER = "verl_ext.rewards.caged:math"
 _WARM = ("verl_ext.rewards.caged:load_math",)
@@ -31,7 +32,8 @@ def compute_score(
 
     Args:
         data_source: of the row; not used.
-        solution_str: the solution; math-verify finds the answer in it (``\\boxed{}``, then LaTeX and numbers).
+        solution_str: the solution. Its last ``\\boxed{}`` is the answer, or it has none if that never closes; without
+            a box math-verify finds the answer (LaTeX, numbers).
         ground_truth: the reference expression, or a list of accepted ones.
         extra_info: of the row; not used.
         timeout_s: seconds of processor time for one judgement; one that takes longer counts as wrong.
@@ -61,6 +63,15 @@ def compute_score(
     verdict = given.value or {"right": False, "parsed": False}
     right = float(verdict["right"])
     return {"score": right, "acc": right, "parsed": float(verdict["parsed"]), **given.counts()}
+
+
+def check(sandbox: Sandbox) -> None:
+    """See at launch that math-verify judges as it should.
+
+    Raises:
+        JudgeError: it is not installed, or takes an answer of `verl_ext.rewards.caged.KNOWN` for what it is not.
+    """
+    judge(_VERIFIER, [r"\boxed{2}", ["2"]], [r"\boxed{2}", ["2"]], timeout_s=60.0, warm=_WARM, sandbox=sandbox)
 
 
 _ONE_BOX = re.compile(r"\\boxed\{([^{}]*)\}")

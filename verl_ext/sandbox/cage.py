@@ -34,6 +34,9 @@ LEVELS = ("auto", "required", "rlimits")
 """``required``: rlimits, seccomp and Landlock. ``auto``: also bubblewrap and cgroups where the machine has them.
 ``rlimits``: seccomp and Landlock only where the machine has them, for models that are trusted, in a container."""
 
+STACK = 96 << 20
+"""Bytes of stack of a call: programs that recurse through C functions, as cached ones do, ask for such threads."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
 
@@ -366,6 +369,7 @@ class Cage:
         rules = self._rules
         if rules is not None and self.scratch:  # its own: they name this process
             rules = landlock_rules(library_paths(), device_paths(self.scratch))
+        os.dup2(1, 2)  # the zygote's last words are no call's, and a file: limited to nothing, writing to it would fail
         first = 3
         for kept in sorted({result, *more, result if rules is None else rules}):
             os.closerange(first, kept)
@@ -380,7 +384,7 @@ class Cage:
             limits += [(resource.RLIMIT_NOFILE, self._files)]
         else:
             limits += [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)]
-            limits += [(resource.RLIMIT_NPROC, 0), (resource.RLIMIT_AS, memory)]
+            limits += [(resource.RLIMIT_NPROC, 0), (resource.RLIMIT_AS, memory), (resource.RLIMIT_STACK, STACK)]
         for kind, value in limits:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from metric_names import collisions
 from standing_ray import StandingRay
 
 CHAT_TEMPLATE = (
@@ -140,6 +141,7 @@ class Run:
         for line in path.read_text().splitlines() if path.exists() else []:
             record = json.loads(line)
             merged.setdefault(record["step"], {}).update(record["data"])
+        assert not collisions(name for step in merged.values() for name in step)
         return merged
 
     def rows(self, step: int) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def test_a_sampler_that_differs_with_a_reference_otb_and_kpo(standing_lab: Lab) 
     # pruned on its own set, the reference is the policy at first
     assert run.metrics[1]["actor/kl_loss"] < 0.05
     assert run.metrics[2]["actor/kl_loss"] > 0
-    share = [sum(step[f"dvp/out_of_set_fraction/quarter_{k}"] for k in (1, 2, 3, 4)) for step in run.metrics.values()]
+    share = [sum(step[f"dvp/out_of_set_quarter_{k}"] for k in (1, 2, 3, 4)) for step in run.metrics.values()]
     assert max(share) > 0
 
 

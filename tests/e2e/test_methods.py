@@ -154,7 +154,7 @@ def test_long_responses_lower_the_learning_rate_and_rejected_ones_are_not_traine
     assert (first["length_lr/surge_step"], second["length_lr/surge_step"]) == (-1.0, 1.0)
     assert first["length_lr/baseline_length"] == second["length_lr/baseline_length"] == 5.5
     assert [step["actor/lr"] for step in (first, second)] == pytest.approx([1e-3, 5e-4])  # what the update used
-    assert first["rejection/trm/kept_share"] == 0.75 and first["rejection/trm/kept_share/length_q4"] == 0.0
+    assert first["rejection/trm/kept_share"] == 0.75 and first["rejection/trm/kept_share_length_q4"] == 0.0
     assert first["rejection/kept_tokens_share"] == pytest.approx(15 / 22)
     assert first["rejection/skipped_updates/count"] == 0.0 and first["updates/per_batch"] == 2
     assert [row["kept"] for row in run.rows(1)] == [not row["traj_uid"].endswith("_3") for row in run.rows(1)]

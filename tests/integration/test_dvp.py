@@ -435,7 +435,7 @@ def test_sampled_tokens_outside_the_set_leave_the_batch_and_are_reported() -> No
     assert changed["response_mask"].tolist() == [[1, 1, 0, 1, 0], [1, 0, 1, 0, 0]] and set(changed) == {"response_mask"}
     assert metrics["dvp/out_of_set_fraction"] == pytest.approx(2 / 7)
     # of the first row's four tokens the last quarter is outside; of the second's three the second (places 0, 1, 2 of 3)
-    quarters = [metrics[f"dvp/out_of_set_fraction/quarter_{k}"] for k in (1, 2, 3, 4)]
+    quarters = [metrics[f"dvp/out_of_set_quarter_{k}"] for k in (1, 2, 3, 4)]
     assert quarters == pytest.approx([0.0, 0.5, 0.0, 1.0])
     assert metrics["dvp/set_size/mean"] == pytest.approx(24 / 7) and metrics["dvp/set_size/max"] == 7
     assert metrics["dvp/kept_mass/mean"] == pytest.approx(5.7 / 7) and metrics["dvp/kept_mass/min"] == 0.5

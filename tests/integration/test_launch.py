@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -141,12 +142,63 @@ def test_a_method_that_reads_none_of_it_runs_with_verls_loop(tmp_path: Path) -> 
     [
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode=true skips that pass"),
         ("actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
-        ("actor_rollout_ref.actor.strategy=veomni", "verl's 'veomni' engine does not compute it"),
+        ("actor_rollout_ref.actor.strategy=torchtitan", "verl's 'torchtitan' engine does not compute it"),
     ],
 )
 def test_otb_is_refused_where_its_input_cannot_be_had(override: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         checks.check(config("+recipe=otb", "actor_rollout_ref.rollout.n=4", override))
+
+
+def test_otb_has_its_input_from_veomni() -> None:
+    """Its engine is verl's FSDP one there; by its source, since veomni itself is not installed with the tests."""
+    checks.check(config("+recipe=otb", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.strategy=veomni"))
+    source = Path(verl.__path__[0], "workers/engine/veomni/transformer_impl.py").read_text()
+    (engine,) = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "VeOmniEngineWithLMHead"
+    ]
+    assert "FSDPEngineWithLMHead" in [ast.unparse(base) for base in engine.bases]
+    methods = {node.name: ast.unparse(node) for node in engine.body if isinstance(node, ast.FunctionDef)}
+    assert "super().prepare_model_outputs(" in methods["prepare_model_outputs"]
+    assert "FSDPEngine)" in source and "from ..fsdp" in source.replace("verl.workers.engine.fsdp", "..fsdp")
+
+
+MULTI_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+algorithm.mix.gae=0.5"], r"algorithm\.mix\.gae needs the values of a critic.*Set critic\.enable=true"),
+        (["+algorithm.mix.remax=0.5"], r"algorithm\.mix\.remax needs the rewards of greedy rollouts"),
+        (["algorithm.adv_estimator=gdpo"], r"algorithm\.adv_estimator=gdpo needs prompts and rewards"),
+        (["algorithm.use_pf_ppo=true"], r"algorithm\.use_pf_ppo=true draws rows anew"),
+        ([MULTI_TURN, "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], "does not hand on the routed"),
+        ([MULTI_TURN, "data.max_response_length=4096"], "after one of 512 tokens or more there is none"),
+        (["++verl_ext.one_pass=true", "actor_rollout_ref.actor.strategy=megatron"], "one_pass=true reads the logits"),
+        (["++verl_ext.one_pass=true", "actor_rollout_ref.model.use_fused_kernels=true"], "one_pass=true with"),
+    ],
+)
+def test_what_has_no_effect_or_fails_after_a_rollout_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        checks.check(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", *overrides))
+
+
+def test_the_learning_rate_of_a_critic_on_another_engine_is_refused() -> None:
+    recipe = ["+recipe=[trloo,length_lr]", "actor_rollout_ref.rollout.n=4", "critic.enable=true"]
+    checks.check(config(*recipe))
+    with pytest.raises(OptionError, match=r"verl's FSDP engine; critic\.strategy=megatron has none of its code"):
+        checks.check(config(*recipe, "critic.strategy=megatron"))
+
+
+def test_lengths_without_room_for_a_turn_after_the_longest_answer_are_warned_of() -> None:
+    multi = ["+recipe=trloo", "actor_rollout_ref.rollout.n=4", MULTI_TURN]
+    (warning,) = checks.check(config(*multi))  # verl's defaults, 512 of each
+    assert "after one of 512 tokens or more there is none. Raise data.max_prompt_length" in warning
+    assert checks.check(config(*multi, "data.max_prompt_length=1024")) == []
+    assert checks.check(config(*multi, "+actor_rollout_ref.rollout.custom.multi_turn.max_turns=1")) == []
 
 
 def test_recipes_mix_by_union() -> None:

@@ -235,12 +235,12 @@ def test_a_rejected_row_leaves_the_loss_and_nothing_else(store: Any) -> None:
     metrics = part.metrics
     assert metrics["rejection/kept_share"] == metrics["rejection/mrs/kept_share"] == pytest.approx(5 / 7)
     assert metrics["rejection/kept_tokens_share"] == pytest.approx(17 / 21)
-    assert metrics["rejection/mrs/kept_share/length_q1"] == pytest.approx(2 / 4)
-    assert metrics["rejection/mrs/kept_share/length_q4"] == 1.0
+    assert metrics["rejection/mrs/kept_share_length_q1"] == pytest.approx(2 / 4)
+    assert metrics["rejection/mrs/kept_share_length_q4"] == 1.0
     for name, sign in (("positive", 1), ("negative", -1)):
         rows = [row for row in range(7) if np.sign(sum(plain[row])) == sign]
         kept = [row not in (1, 5) for row in rows]
-        assert rows and metrics[f"rejection/mrs/kept_share/{name}"] == pytest.approx(np.mean(kept))
+        assert rows and metrics[f"rejection/mrs/kept_share_{name}"] == pytest.approx(np.mean(kept))
     assert metrics["rejection/mrs/statistic/p50"] == 1.0
     assert metrics["rejection/mrs/statistic/p95"] == pytest.approx(np.quantile(np.exp(SHIFT[:7]), 0.95))
     assert metrics["rejection/log_ppl_gap/mean"] == pytest.approx(-np.mean(SHIFT[:7]), abs=1e-7)

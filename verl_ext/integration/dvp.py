@@ -23,7 +23,7 @@ import torch
 from verl_ext.integration import store_notes
 from verl_ext.integration.compat import verl_api
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.settings.options import OptionError, bypass, option, read, select
+from verl_ext.integration.settings.options import OptionError, bypass, option, read, require_fsdp, select
 
 ROLLOUTS = ("vllm", "sglang", "embedded")
 """Rollout engines whose ``min_p`` is the rule of the trainer's safe set."""
@@ -114,7 +114,13 @@ def check(config: Any) -> list[str]:
         OptionError: a bad option, an engine that cannot prune, or a sampler that would not sample from the policy that
             is trained; the message names both values.
     """
-    one_pass(config)
+    if one_pass(config) == "on":
+        require_fsdp(config, "verl_ext.one_pass=true reads the logits once", ", or verl_ext.one_pass=auto")
+        if config.actor_rollout_ref.model.get("use_fused_kernels", False):
+            raise OptionError(
+                "verl_ext.one_pass=true with actor_rollout_ref.model.use_fused_kernels=true, which never forms the "
+                "logits. Set one of them to false."
+            )
     if mismatch_wanted(config) and not config.actor_rollout_ref.rollout.get("calculate_log_probs", True):
         raise OptionError(
             "the mismatch metrics and dvp compare the trainer with the sampler, but "
@@ -337,7 +343,7 @@ def set_metrics(
     for k in range(QUARTERS):
         part = outside[quarter == k]
         if part.numel():
-            out[f"dvp/out_of_set_fraction/quarter_{k + 1}"] = float(part.mean())
+            out[f"dvp/out_of_set_quarter_{k + 1}"] = float(part.mean())
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_ext.integration.compat import verl_api
+from verl_ext.integration.compat import registrations, verl_api
 from verl_ext.integration.parts.advantage.train_agents import train_agents
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import OptionError, near, option, select
@@ -64,13 +64,51 @@ class AgentLoops(Part):
 
             text_only.check(config)
         poll_interval_s(config)
-        return [WAITING] if waits(config) else []
+        default = str(select(config.actor_rollout_ref.rollout.get("agent"), "default_agent_loop"))
+        ours = (verl_api.loops_named(config) or {default}) & set(registrations.AGENT_LOOPS)
+        check_replay(config, ours)
+        return [*[WAITING] * waits(config), *check_room(config, ours)]
 
     def replay_buffer(self, buffer: Any) -> Any:
         poll = poll_interval_s(self.config)
         if poll is not None:
             buffer.poll_interval = poll
         return buffer
+
+
+def check_replay(config: Any, loops: set[str]) -> None:
+    """Raises OptionError: the engine is to say which experts it took, and `loops` of ours do not hand that on."""
+    key = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    if loops and config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
+        raise OptionError(
+            f"{key}=true: the agent loop {min(loops)} of verl_ext does not hand on the routed experts, so that nothing "
+            f"would be replayed. Set {key}=false (and router_replay.mode to R2 or disabled), or play with verl's loops."
+        )
+
+
+def check_room(config: Any, loops: set[str]) -> list[str]:
+    """Warnings where a second turn has no room after a long answer. Raises OptionError: nor after shorter ones."""
+    rollout = config.actor_rollout_ref.rollout
+    turns: dict[str, int] = {}
+    if "verl_ext_multi_turn" in loops:
+        from verl_ext.rollout.multi_turn import MultiTurnOptions
+
+        turns["verl_ext_multi_turn"] = MultiTurnOptions.from_rollout_config(rollout).max_turns
+    if "verl_ext_kernels" in loops:
+        from verl_ext.rollout.kernels.options import read_options
+
+        turns["verl_ext_kernels"] = read_options(config).max_turns
+    several = [loop for loop, most in turns.items() if most > 1]
+    if not several or (prompt := int(rollout.prompt_length)) > (answer := int(rollout.response_length)):
+        return []
+    message = (
+        f"data.max_prompt_length={prompt} with data.max_response_length={answer}: a later prompt of the agent loop "
+        f"{several[0]} holds the answers before it, and after one of {prompt} tokens or more there is none. Raise "
+        "data.max_prompt_length to what all turns but the last take together, or set max_turns=1."
+    )
+    if prompt < answer:
+        raise OptionError(message)
+    return [message]
 
 
 def poll_interval_s(config: Any) -> float | None:

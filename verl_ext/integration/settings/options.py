@@ -102,14 +102,17 @@ def discount(config: Any, default: float = 1.0) -> float:
     return coerce(select(config, "gamma", default), Discount, "algorithm.gamma", "the discount must lie in [0, 1]")
 
 
-def require_fsdp(config: Any, does: str, instead: str = "") -> None:
-    """Refuse an actor's engine that is none of verl's FSDP engines, which alone have what `does` tells in words."""
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy not in ("fsdp", "fsdp2"):
-        raise OptionError(
-            f"{does} in verl's FSDP engine; actor_rollout_ref.actor.strategy={strategy} has none of its code. Set it "
-            f"to fsdp or fsdp2{instead}."
-        )
+def require_fsdp(
+    config: Any, does: str, instead: str = "", sections: Iterable[str] = ("actor_rollout_ref.actor",)
+) -> None:
+    """Refuse an engine that is none of verl's FSDP engines, which alone have what `does` tells in words."""
+    for section in sections:
+        strategy = OmegaConf.select(config, f"{section}.strategy")
+        if strategy not in ("fsdp", "fsdp2"):
+            raise OptionError(
+                f"{does} in verl's FSDP engine; {section}.strategy={strategy} has none of its code. Set it "
+                f"to fsdp or fsdp2{instead}."
+            )
 
 
 def not_extended(what: str, instead: str = "") -> RuntimeError:

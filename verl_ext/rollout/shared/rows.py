@@ -156,7 +156,8 @@ async def generate(
         The call. ``response_ids`` is empty if the engine gave no token.
 
     Raises:
-        RuntimeError: the engine cancelled the call, which nobody had asked for.
+        RuntimeError: the engine cancelled the call, which nobody had asked for; or it says which experts it took
+            (``rollout.enable_rollout_routing_replay``), which rows do not carry.
         Exception: what the engine raises.
     """
     timing: dict[str, float] = {}
@@ -173,6 +174,11 @@ async def generate(
         if own():  # it is this trajectory that is cancelled
             raise
         raise RuntimeError("the engine cancelled the call") from error
+    if getattr(output, "routed_experts", None) is not None:
+        raise RuntimeError(
+            "the engine returned routed experts, which the agent loops of verl_ext do not hand on. Set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=false, or play with verl's own loops."
+        )
     response_ids = list(output.token_ids[: limit or int(loop.rollout_config.response_length)])
     logprobs = [float(x) for x in output.log_probs[: len(response_ids)]] if output.log_probs is not None else None
     if response_ids and not logprobs:

@@ -77,7 +77,7 @@ class Columns(Part):
         if "sum_pi_squared" not in found:
             raise columns.RowFieldMissing(
                 "the training engine returned no sum_pi_squared with the old log-probabilities. It needs "
-                "actor_rollout_ref.model.use_fused_kernels=false and an FSDP or Megatron engine."
+                "actor_rollout_ref.model.use_fused_kernels=false and an FSDP, VeOmni or Megatron engine."
             )
         nested = response_from_nested(found["sum_pi_squared"], found["response_mask"])
         data.batch["sum_pi_squared"] = nested.to_padded_tensor(0.0).float()
@@ -125,10 +125,10 @@ def check_sum_pi_squared(config: Any) -> None:
             "actor_rollout_ref.model.use_fused_kernels=false."
         )
     strategy = config.actor_rollout_ref.actor.strategy
-    if strategy not in ("fsdp", "fsdp2", "megatron"):
+    if strategy not in ("fsdp", "fsdp2", "megatron", "veomni"):
         raise OptionError(
             f"{who} needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
-            "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2 or megatron."
+            "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2, megatron or veomni."
         )
 
 

@@ -21,7 +21,7 @@ from verl_ext.integration.metrics import learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.advantage.columns import VERL_OTB
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.settings.options import OptionError, discount, select
+from verl_ext.integration.settings.options import OptionError, discount, has_critic, select
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
@@ -41,6 +41,7 @@ class Methods(Part):
         discount(algorithm)
         names = component_names(algorithm)
         estimators.check(algorithm, names)
+        _check_verls(config, names)
         used = [name for name in names if name in ESTIMATORS]
         said = [
             warning for name in used for field in _of_loops(name, algorithm) for warning in told(config, name, field)
@@ -62,6 +63,29 @@ class LearningSignal(Part):
 
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         self.metrics.update(learning_signal(active.columns, data.batch["advantages"], data.batch["response_mask"]))
+
+
+NOT_ON_V1 = {
+    "remax": "the rewards of greedy rollouts, which verl's V1 trainer does not make",
+    "gdpo": "prompts and rewards by their kinds, which verl's V1 trainer does not fetch",
+}
+"""Estimators of verl that V1 cannot serve, and what they need: a KeyError after the first rollout."""
+
+
+def _check_verls(config: Any, names: Sequence[str]) -> None:
+    """Refuse estimators of verl without what they read. Raises OptionError: names the key and what to do."""
+    mixed = select(config.algorithm, "adv_estimator") == "mix"
+    for name in names:
+        key = f"algorithm.mix.{name}" if mixed else f"algorithm.adv_estimator={name}"
+        if name in NOT_ON_V1:
+            raise OptionError(f"{key} needs {NOT_ON_V1[name]}. Leave it out.")
+        if name == "gae" and not has_critic(config):
+            raise OptionError(f"{key} needs the values of a critic, and this run has none. Set critic.enable=true.")
+    if select(config.algorithm, "use_pf_ppo"):
+        raise OptionError(
+            "algorithm.use_pf_ppo=true draws rows anew after gae, and verl's V1 trainer stores what was drawn under "
+            "the keys of the rows before (verl issue 7956); other estimators leave it out. Set it to false."
+        )
 
 
 def _of_loops(name: str, algorithm: Any) -> list[str]:

@@ -15,6 +15,9 @@ from verl_ext.integration.parts.base import Part
 JUDGED = ("score", "acc", "em", "f1")
 """Numbers of reward functions that say how right an answer is."""
 
+OURS = ("turns", "reward")
+"""Beginnings of metrics ``trajectory/<name>/<statistic>`` of ours: what a loop calls so is ``.../reported``."""
+
 
 class Rollouts(Part):
     """Reports what the loops say of a batch, and refuses one of which nothing can be trained on."""
@@ -44,9 +47,9 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
 
     Returns:
         ``trajectory/<name>`` (mean) for each number of ``reward_extra_info`` (a valid trajectory that failed and was
-        not judged has 0 of `JUDGED`), but ``sandbox/<name>`` (sum) for a
-        ``sandbox_<name>``; and, if the loops report failures at all, ``rollout/failed_trajectories`` and
-        ``rollout/failures/<reason>`` (counts).
+        not judged has 0 of `JUDGED`), but ``sandbox/<name>`` (sum) for a ``sandbox_<name>``, and
+        ``trajectory/<name>/reported`` for one of `OURS`; and, if the loops report failures at all,
+        ``rollout/failed_trajectories`` and ``rollout/failures/<reason>`` (counts).
     """
     turns = columns["turn_index"]
     last: dict[str, int] = {}
@@ -71,7 +74,8 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
     for name in JUDGED:
         if name in numbers:  # a trajectory that failed before it was judged has not been right
             numbers[name] += [0.0] * unjudged
-    out = {f"trajectory/{name}": float(np.mean(values)) for name, values in numbers.items()}
+    own = {name: f"{name}/reported" for name in OURS}  # MLflow keeps files, and one cannot be a folder too
+    out = {f"trajectory/{own.get(name, name)}": float(np.mean(values)) for name, values in numbers.items()}
     for name in [name for name in numbers if name.startswith("sandbox_")]:
         del out[f"trajectory/{name}"]
         out[name.replace("_", "/", 1)] = float(sum(numbers[name]))

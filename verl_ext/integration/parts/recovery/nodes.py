@@ -28,15 +28,25 @@ class NodeLost(RuntimeError):
     """A Ray node of the run has died. The message has its name and what to do."""
 
 
-def lost() -> str:
-    """Which of the nodes that hold or held actors of this job are dead, and what to do; empty if none is."""
+_others: set[str] = set()
+"""Dead nodes that had no actor of this job, and get none any more."""
+
+
+def lost(look: bool = False) -> str:
+    """Which of the nodes that hold or held actors of this job are dead, and what to do; empty if none is.
+
+    The table of all actors, of which a shared cluster has many, is read once for each node that died, and on `look`.
+    """
     import ray
     from ray._private.state import state
 
-    dead = {node["NodeID"]: node for node in ray.nodes() if not node["Alive"]}
+    dead = {node["NodeID"]: node for node in ray.nodes() if not node["Alive"] and node["NodeID"] not in _others}
+    if not dead and not look:
+        return ""
     job = ray.get_runtime_context().get_job_id()
     used = {actor["Address"]["NodeID"] for actor in state.actor_table(None).values() if actor["JobID"] == job}
     names = [f"{dead[node]['NodeName']} ({dead[node]['NodeManagerAddress']})" for node in sorted(used & dead.keys())]
+    _others.update(dead.keys() - used)
     if not names:
         return ""
     return (
@@ -90,7 +100,7 @@ class Nodes(Part):
 
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("verl trains in a thread of its own, which cannot be told that a node has died")
-        lost()  # an API of Ray that has changed fails here, not in the thread
+        lost(look=True)  # an API of Ray that has changed fails here, not in the thread
         before = signal.getsignal(signal.SIGINT)
         if not callable(before):
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -41,7 +41,7 @@ class LengthLearningRate(Part):
         if not cls.wanted(config):
             return []
         own = schedule(config)
-        require_fsdp(config, f"{KEY} multiplies the learning rate", f", or {KEY}.enable=false")
+        require_fsdp(config, f"{KEY} multiplies the learning rate", f", or {KEY}.enable=false", updated(config))
         # verl takes the ratio where the number of steps is 0
         keys = ("lr_warmup_steps", "lr_warmup_steps_ratio")
         warm = [

@@ -33,8 +33,8 @@ def rule_metrics(
         tokens: [B, T] log-probabilities of trainer and sampler, where the run has both.
 
     Returns:
-        ``kept_share``, the same by quartile of the rows' lengths (``length_q1`` the shortest) and by the sign of their
-        summed advantage, quantiles of the statistic, and the gap of the rows that it keeps.
+        ``kept_share``, the same by quartile of the rows' lengths (``kept_share_length_q1``: the shortest) and by the
+        sign of their summed advantage, quantiles of the statistic, and the gap of the rows that it keeps.
     """
     some = mask.bool().any(-1)
     if not bool(some.any()):
@@ -48,7 +48,7 @@ def rule_metrics(
     parts |= {"positive": signed > 0, "negative": signed < 0}
     for name, part in parts.items():
         if bool((part & some).any()):
-            out[f"{prefix}/kept_share/{name}"] = share_of(kept, part & some)
+            out[f"{prefix}/kept_share_{name}"] = share_of(kept, part & some)
     for name, values in statistics(found, mask).items():
         points = np.quantile(values.numpy(), QUANTILES).tolist()
         out |= {f"{prefix}/{name}/p{round(100 * q)}": point for q, point in zip(QUANTILES, points, strict=True)}

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/gpu`: the lists of wheels and the lock say the same; what is packed here is what is unpacked there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "gpu"))
+import kit  # noqa: E402
+
+LOCK = dict(line.split("==") for line in (ROOT / "requirements" / "lock.txt").read_text().splitlines() if "==" in line)
+
+
+@pytest.mark.parametrize("group", ["base", "sglang", "there"])
+def test_a_list_has_the_locks_versions_and_a_hash_for_each(group: str) -> None:
+    lines = [line for line in (kit.WHEELS / f"{group}.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(" --hash=sha256:" in line for line in lines)
+    found = kit.pins(group)
+    assert len(found) == len(lines) > 40
+    # setuptools: torch 2.11.0 wants it below 82.
+    other = {name: (version, LOCK[name]) for name, version in found.items() if LOCK.get(name, version) != version}
+    assert not other or list(other) == ["setuptools"]
+
+
+def test_no_distribution_is_in_two_lists_and_what_verl_needs_is_in_one() -> None:
+    lists = [set(kit.pins(group)) for group in ("base", "sglang", "there")]
+    assert len(set.union(*lists)) == sum(map(len, lists))
+    needed = {"verl", "ray", "transferqueue", "tensordict", "hydra-core", "omegaconf", "transformers", "tokenizers"}
+    assert needed <= lists[0] and kit.pins("sglang")["sglang"] == "0.5.12"
+
+
+def test_pieces_are_joined_to_what_was_fetched(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name, content in {
+        "base/one/__init__.py": b"NAME = 'one'\n",
+        "base/ray/jars/ray_dist.jar": b"java",
+        "base/ray/core/raylet": os.urandom(3 << 20),
+        "sglang/two.py": b"import one\n",
+    }.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(content)
+    (site / "base/ray/core/raylet").chmod(0o755)
+    kit.pack(SimpleNamespace(build=tmp_path, groups=list(kit.GROUPS), limit=1))
+    pieces = tmp_path / "pieces"
+    assert len(list(pieces.glob("base.tar.xz.*"))) == 4
+    assert all(piece.stat().st_size <= 1 << 20 for piece in pieces.iterdir())
+
+    last = sorted(pieces.glob("base.tar.xz.*"))[-1]
+    content, to = last.read_bytes(), tmp_path / "to"
+    last.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(SystemExit, match="pack and send anew"):
+        kit.unpack(pieces, to)
+    last.unlink()
+    kit.unpack(pieces, to)
+    assert sorted(path.name for path in to.iterdir() if path.is_dir() and path.name in kit.GROUPS) == ["sglang"]
+    last.write_bytes(content)
+    kit.unpack(pieces, to)  # what came with an earlier call stays
+    assert (to / "base/ray/core/raylet").read_bytes() == (site / "base/ray/core/raylet").read_bytes()
+    assert os.access(to / "base/ray/core/raylet", os.X_OK) and not (to / "base/ray/jars").exists()
+    said = subprocess.run(
+        ["bash", "-c", f". {kit.environment(to)} && {sys.executable} -c 'import two; print(two.one.NAME)'"],
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout == "one\n", said.stderr

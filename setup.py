@@ -171,7 +171,7 @@ setup(
     packages=find_packages(include=["verl_ext", "verl_ext.*"]),
     package_data={
         # The assets are style, HTML and scripts of the pages.
-        "verl_ext": ["py.typed", "rollout/prompts/*.txt", "lab/reproduce/sources.yaml", "assets/*", "lab/*/assets/*"],
+        "verl_ext": ["py.typed", "rollout/prompts/*.txt", "lab/reproduce/*.yaml", "assets/*", "lab/*/assets/*"],
     },
     include_package_data=False,
     install_requires=INSTALL_REQUIRES,

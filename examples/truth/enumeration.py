@@ -158,14 +158,70 @@ def two_agents(scale, offset):
     return samples
 
 
-def agent_moments(samples, agent, level, norm_by_std=True, group_size=4):
+def second_try(worth):
+    """A solver, and a reviser who is called when it fails and whose success earns `worth`; the outcome is both's."""
+    logits = [0.3, -0.2]
+    right, wrong = softmax(logits)
+    samples = [Sample(right, [block(score(logits, 0), 0, 4)], {"turn_reward": [1.0], "agent_id": ["x"]})]
+    for action, reward in ((0, worth), (1, 0.0)):
+        scores = [block(score(logits, 1), 0, 4), block(score(logits, action), 2, 4)]
+        fields = {"turn_reward": [reward] * 2, "agent_id": ["x", "y"]}
+        samples.append(Sample(wrong * softmax(logits)[action], scores, fields))
+    return samples
+
+
+def agent_moments(samples, agent, level, norm_by_std=True, group_size=4, **options):
     part = slice(0, 2) if agent == "x" else slice(2, 4)
     only = [
         s._replace(scores=[g if (k == 0) == (agent == "x") else 0 * g for k, g in enumerate(s.scores)]) for s in samples
     ]
-    estimator = as_rows(dr_mas_advantage, "agent_id", level=level, norm_by_std=norm_by_std)
+    names = ("agent_id",) if level != "global" else ()
+    estimator = as_rows(dr_mas_advantage, *names, level=level, norm_by_std=norm_by_std, **options)
     found = moments(only, group_size, estimator)
     return Moments(found.mean[part], found.variance)
+
+
+#: The four cells of Dr. MAS's ablation: whose mean and whose standard deviation.
+NORMALISATIONS = {
+    "mean and std of all": {"level": "global"},
+    "the agent's mean": {"level": "agent", "statistics": "mean"},
+    "the agent's std": {"level": "agent", "statistics": "std"},
+    "both the agent's": {"level": "agent"},
+}
+
+
+class Lemma(NamedTuple):
+    """Both sides of Dr. MAS's lemma 4.2 for an agent k, by the statistics of the whole population."""
+
+    energy: float  # E|g_k|^2, of a row of the agent
+    factor: float  # (s_k^2 + (mu_k - mu)^2) / s^2, with the mean and the deviation that the cell takes
+    score: float  # E|z|^2
+    rest: float  # D_k: how far |z|^2 and the squared advantage go together
+
+
+def lemma(samples, agent, cell):
+    """The lemma for rows z (r - mean) / std, the mean and std of `NORMALISATIONS` those of the population."""
+    rows = [
+        (s.probability, s.fields["turn_reward"][k], float(g @ g))
+        for s in samples
+        for k, g in enumerate(s.scores)
+        if s.fields["agent_id"][k] == agent
+    ]
+    weight, reward, z = (np.array(column) for column in zip(*rows, strict=True))
+    weight /= weight.sum()  # given that the agent speaks
+    own = _mean_and_std(weight, reward)
+    common = _mean_and_std(*np.array([(s.probability, s.fields["turn_reward"][0]) for s in samples]).T)
+    mean = (own if cell in ("the agent's mean", "both the agent's") else common)[0]
+    std = (own if cell in ("the agent's std", "both the agent's") else common)[1]
+    advantage = ((reward - mean) / std) ** 2
+    factor = (own[1] ** 2 + (own[0] - mean) ** 2) / std**2
+    rest = weight @ (z * advantage) - (weight @ z) * (weight @ advantage)
+    return Lemma(float(weight @ (z * advantage)), float(factor), float(weight @ z), float(rest))
+
+
+def _mean_and_std(weight, values):
+    mean = weight @ values
+    return mean, np.sqrt(weight @ (values - mean) ** 2)
 
 
 def energy(found):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from enumeration import (
+    NORMALISATIONS,
     RAGGED,
     agent_moments,
     as_rows,
@@ -23,9 +24,11 @@ from enumeration import (
     bandit,
     energy,
     forgetful_room,
+    lemma,
     moments,
     quality,
     ragged_reward,
+    second_try,
     sequences,
     step_method,
     true_gradient,
@@ -76,6 +79,26 @@ def agents() -> Numbers:
             x = agent_moments(two_agents(1.0, offset), "x", level)
             noise.append(x.variance / float((x.mean**2).sum()))
         found[f"{level}_share"], found[f"{level}_noise"] = share, noise
+    return found
+
+
+def normalisation() -> Numbers:
+    """The four cells of Dr. MAS's ablation: each agent's energy by its lemma, and of groups of N."""
+    sizes, worths = [2, 4, 6, 8], [1.0, 0.5, 0.1]
+    found: Numbers = {"sizes": sizes, "worth": worths, "cells": list(NORMALISATIONS)}
+    for worth in worths:
+        samples = second_try(worth)
+        for cell, options in NORMALISATIONS.items():
+            sides = [lemma(samples, agent, cell) for agent in ("x", "y")]
+            of_groups = [
+                [energy(agent_moments(samples, agent, group_size=size, **options)) for size in sizes]
+                for agent in ("x", "y")
+            ]
+            found[f"{cell}, worth {worth:g}"] = {
+                "factor": [side.factor for side in sides],
+                "energy": [side.energy for side in sides],
+                "groups": of_groups,
+            }
     return found
 
 
@@ -159,6 +182,7 @@ def numbers() -> Numbers:
     return {
         "leave_one_out": leave_one_out(),
         "agents": agents(),
+        "normalisation": normalisation(),
         "token_baseline": token_baseline(),
         "histories": histories(),
         "masking": masking(),

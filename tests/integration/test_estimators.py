@@ -90,7 +90,9 @@ def test_options_come_from_the_node_then_from_verls_key_then_from_the_signature(
     assert settings("dr_mas", norm_adv_by_std_in_grpo=False, dr_mas={"norm_by_std": True})["norm_by_std"] is True
     assert settings("dr_mas", dr_mas={"norm_by_std": None, "group_by": None}, norm_adv_by_std_in_grpo=True) == {
         "level": "agent",
+        "statistics": "both",
         "norm_by_std": True,
+        "std": "released",
         "invalid_action_penalty_coef": 0.1,
         "epsilon": 1e-6,
         "group_by": None,

@@ -136,6 +136,12 @@ def test_a_method_that_reads_none_of_it_runs_with_verls_loop(tmp_path: Path) -> 
         assert checks.check(config(*given, "actor_rollout_ref.rollout.n=4", *data)) == []
 
 
+def test_an_agents_statistics_are_of_the_level_agent() -> None:
+    given = ["+recipe=dr_mas", "actor_rollout_ref.rollout.n=4", "algorithm.dr_mas.level=global"]
+    with pytest.raises(OptionError, match="statistics=mean with level=global.* Set algorithm.dr_mas.level=agent"):
+        checks.check(config(*given, "algorithm.dr_mas.statistics=mean"))
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("override", "message"),

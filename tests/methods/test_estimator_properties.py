@@ -31,6 +31,8 @@ VARIANTS = {
     "dr_mas": (dr_mas_advantage, ("agent_id", "is_action_valid"), (), {"invalid_action_penalty_coef": 0.1}),
     "dr_mas-mean": (dr_mas_advantage, ("agent_id",), (), {"norm_by_std": False}),
     "dr_mas-global": (dr_mas_advantage, ("traj_uid", "is_action_valid"), (), {"level": "global"}),
+    "dr_mas-agent-mean": (dr_mas_advantage, ("traj_uid", "agent_id"), (), {"statistics": "mean", "std": "paper"}),
+    "dr_mas-agent-std": (dr_mas_advantage, ("traj_uid", "agent_id", "is_action_valid"), (), {"statistics": "std"}),
     "dr_mas-rows": (dr_mas_advantage, (), (), {"level": "global_rows"}),
     "gigpo": (gigpo_advantage, STEP, (), {}),
     "gigpo-mean": (gigpo_advantage, STEP, (), {"mode": "mean_norm", "episode_stats": "trajectories"}),

@@ -127,12 +127,52 @@ def test_dr_mas_singleton_keeps_its_penalised_reward():
     torch.testing.assert_close(advantages[:, 0], torch.tensor([1.0, 0.9]))
 
 
+def test_dr_mas_takes_one_statistic_of_the_agent_and_the_other_of_the_trajectories():
+    # Outcomes 3, 1, 0, 0; the solver x speaks in all, the reviser y in the last three and twice in the second.
+    rewards, mask = tokens([3.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    fields = {"traj_uid": list("abbbccdd"), "agent_id": list("xxyyxyxy")}
+    outcomes, own = np.array([3.0, 1, 0, 0]), {"x": np.array([3.0, 1, 0, 0]), "y": np.array([1.0, 1, 0, 0])}
+
+    def row(**options):
+        return dr_mas_advantage(rewards, mask, ["u"] * 8, **fields, **options)[0][:, 0].numpy()
+
+    for std, ddof in (("released", 1), ("paper", 0)):
+        for statistics, mean_of, std_of in (("both", own, own), ("mean", own, None), ("std", None, own)):
+            expected = [
+                (r - (mean_of[a] if mean_of else outcomes).mean())
+                / ((std_of[a] if std_of else outcomes).std(ddof=ddof) + 1e-6)
+                for r, a in zip(rewards[:, -1].numpy(), fields["agent_id"], strict=True)
+            ]
+            np.testing.assert_allclose(row(statistics=statistics, std=std), expected, rtol=1e-6, err_msg=statistics)
+        expected = (rewards[:, -1].numpy() - 1.0) / (outcomes.std(ddof=ddof) + 1e-6)
+        np.testing.assert_allclose(row(level="global", std=std), expected, rtol=1e-6)
+    # Without the deviation the mean alone is left to choose.
+    np.testing.assert_array_equal(row(statistics="std", norm_by_std=False), row(level="global", norm_by_std=False))
+    np.testing.assert_array_equal(row(statistics="mean", norm_by_std=False), row(norm_by_std=False))
+
+
+def test_dr_mas_divides_by_no_deviation_that_is_zero():
+    """An agent whose rewards are all the same has no scale: 0, and not a difference of means over epsilon."""
+    rewards, mask = tokens([1.0, 0.0, 0.0, 0.0])
+    fields = {"traj_uid": list("abac"), "agent_id": list("xxyy")}
+    by_agent, _ = dr_mas_advantage(rewards, mask, ["u"] * 4, **fields, statistics="std")
+    assert by_agent[2:].abs().sum() == 0 and by_agent[:2].abs().min() > 0.1
+    single = {"traj_uid": list("ab"), "agent_id": list("xy")}
+    for statistics, first in (("mean", 1 / (0.5**0.5 + 1e-6)), ("std", 0.5 / (1 + 1e-6))):
+        got, _ = dr_mas_advantage(*tokens([1.0, 0.0]), ["u", "u"], **single, statistics=statistics)
+        assert got[0, 0].item() == pytest.approx(first, rel=1e-6), "an agent's only row: mean 0, deviation 1"
+
+
 def test_dr_mas_errors():
     rewards, mask = tokens([1.0, 0.0])
     with pytest.raises(RowFieldError, match="agent_id"):
         dr_mas_advantage(rewards, mask, ["a", "a"])
     with pytest.raises(RowFieldError, match="traj_uid.*level=global_rows"):
         dr_mas_advantage(rewards, mask, ["a", "a"], level="global")
+    with pytest.raises(RowFieldError, match="traj_uid.*statistics=mean"):
+        dr_mas_advantage(rewards, mask, ["a", "a"], agent_id=["x", "y"], statistics="mean")
+    with pytest.raises(ValueError, match="statistics='std' is of level='agent', and level='global'"):
+        dr_mas_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "u"], level="global", statistics="std")
     with pytest.raises(ValueError, match="level='team'"):
         dr_mas_advantage(rewards, mask, ["a", "a"], level="team")
     with pytest.raises(ValueError, match="invalid_action_penalty_coef=-1"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from enumeration import (
     BANDIT,
+    NORMALISATIONS,
     RAGGED,
     REWARDS,
     Sample,
@@ -20,11 +21,13 @@ from enumeration import (
     block,
     energy,
     forgetful_room,
+    lemma,
     moments,
     quality,
     ragged_reward,
     row_tensors,
     score,
+    second_try,
     sequences,
     softmax,
     step_method,
@@ -146,6 +149,28 @@ def test_a_common_mean_drowns_the_signal_of_every_agent_whose_rewards_lie_elsewh
         assert own.mean @ common.mean > 0.99 * np.linalg.norm(own.mean) * np.linalg.norm(common.mean)
         ratio = [(found.mean**2).sum() / found.variance for found in (own, common)]
         assert ratio[0] > 20 * ratio[1]
+
+
+@pytest.mark.parametrize("worth", [1.0, 0.5, 0.1])
+def test_the_lemma_says_what_each_statistic_does_to_an_agents_energy(worth):
+    """E|g_k|^2 = E|z|^2 (s_k^2 + (mu_k - mu)^2) / s^2 + D_k, with the mean and the deviation that a cell takes."""
+    samples = second_try(worth)
+    for agent in ("x", "y"):
+        sides = {cell: lemma(samples, agent, cell) for cell in NORMALISATIONS}
+        for side in sides.values():
+            assert side.energy == pytest.approx(side.score * side.factor + side.rest, rel=1e-12)
+        assert sides["both the agent's"].factor == pytest.approx(1.0)
+        assert sides["the agent's std"].factor >= 1 - 1e-12, "never below 1, however far the means are apart"
+        each = sides["the agent's mean"].factor * sides["the agent's std"].factor
+        assert each == pytest.approx(sides["mean and std of all"].factor), "the two effects multiply"
+    if worth == 0.1:  # a small spread: the mean alone leaves nothing, the deviation alone makes the distance huge
+        assert sides["the agent's mean"].factor < 0.02 and sides["the agent's std"].factor > 100
+        groups = {
+            cell: energy(agent_moments(samples, "y", group_size=6, **options))
+            for cell, options in NORMALISATIONS.items()
+        }
+        assert groups["the agent's mean"] < 0.1 * groups["both the agent's"]
+        assert groups["the agent's std"] > 10 * groups["both the agent's"]
 
 
 def test_energy_of_the_common_scale_follows_its_prediction():

@@ -41,10 +41,10 @@ paper: arXiv 1234.56789
 claim: B beats A.
 published_in: abstract
 published:
-  - {cell: b, metric: avg, value: 60, certainty: certain}
-  - {cell: b, metric: avg, value: 10, relative_to: a, certainty: abstract-or-blog}
-  - {cell: b, metric: tokens, value: -50, relative_to: a, ratio: true, certainty: secondary}
-  - {cell: other, metric: avg, value: 70, certainty: unverified}
+  - {cell: b, source: kernelbench, values: {avg: 60}}
+  - {cell: b, source: gigpo_readme, values: {avg: 10}, relative_to: a}
+  - {cell: b, source: hgpo, values: {tokens: -50}, relative_to: a, ratio: true}
+  - {cell: other, source: hgpo_7b_unsure, values: {avg: 70}}
 full:
   hardware: {nodes: 1, gpus_per_node: 8, gpu: H100}
   hours: {value: 1}

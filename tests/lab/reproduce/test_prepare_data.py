@@ -99,10 +99,36 @@ def test_a_plain_question_is_the_question_alone(tmp_path: Path) -> None:
 
 
 def test_answers_in_a_list(tmp_path: Path) -> None:
-    write(tmp_path / "olympiad_bench.jsonl", [{"question": "Both roots?", "final_answer": ["1", "$\\frac{1}{2}$"]}])
+    write(tmp_path / "olympiad_bench.jsonl", [{"problem": "Both roots?", "answer": ["1", "$\\frac{1}{2}$"]}])
     prepare.prepare(sized("olympiad_bench", 1), tmp_path / "out", local=tmp_path)
     (row,) = rows_of(tmp_path / "out" / "olympiad_bench.parquet")
     assert row["reward_model"]["ground_truth"] == "1, $\\frac{1}{2}$"
+
+
+def test_what_lies_deeper_in_a_record_and_what_belongs_to_no_question(tmp_path: Path) -> None:
+    """The forms of the papers' own data: verl's rows with a request at the end, worked answers, records without one."""
+    request = "\n\nLet's think step by step and output the final answer within \\boxed{}."
+    asked = {"prompt": [{"role": "user", "content": f"1 + 1?{request}"}], "reward_model": {"ground_truth": "2"}}
+    write(tmp_path / "dapo_filter.jsonl", [asked, {**asked, "prompt": [{"role": "user", "content": "3?"}]}])
+    prepare.prepare(find_source("dapo_filter.plain"), tmp_path / "out", local=tmp_path)
+    rows = rows_of(tmp_path / "out" / "dapo_filter.plain.parquet")
+    assert [row["prompt"][0]["content"] for row in rows] == ["1 + 1?", "3?"]
+    assert rows[0]["reward_model"]["ground_truth"] == "2"
+
+    write(tmp_path / "gsm8k_train.jsonl", [{"question": "How many?", "answer": "First 10.\n#### 1,000"}])
+    prepare.prepare(sized("gsm8k_train", 1), tmp_path / "out", local=tmp_path)
+    (row,) = rows_of(tmp_path / "out" / "gsm8k_train.parquet")
+    assert row["reward_model"]["ground_truth"] == "1000"
+
+    both = [{"extra_info": {"question": "a?", "answer": ""}}, {"extra_info": {"question": "b?", "answer": "b"}}]
+    write(tmp_path / "simplerl_math35.jsonl", both)
+    prepare.prepare(find_source("simplerl_math35"), tmp_path / "out", local=tmp_path)
+    (row,) = rows_of(tmp_path / "out" / "simplerl_math35.parquet")
+    assert row["reward_model"]["ground_truth"] == "b" and row["extra_info"]["index"] == 1
+
+    write(tmp_path / "dapo_filter.jsonl", [{**asked, "prompt": []}])
+    said = fails(find_source("dapo_filter"), tmp_path / "out", tmp_path)
+    assert "record 0: nothing in the column 'prompt.0.content' (question)" in said
 
 
 def test_questions_with_several_accepted_answers(tmp_path: Path) -> None:
@@ -190,7 +216,7 @@ def test_verl_can_put_a_tables_files_together(tmp_path: Path) -> None:
 
 def test_the_hubs_way_of_reading(tmp_path: Path) -> None:
     """The `datasets` library itself, on a folder instead of a hub's name."""
-    write(tmp_path / "repository" / "test.jsonl", AIME)
+    write(tmp_path / "repository" / "train.jsonl", AIME)
     source = dataclasses.replace(find_source("aime25"), hub=str(tmp_path / "repository"))
     manifest = prepare.prepare(source, tmp_path / "out")
     assert manifest["rows"] == 30 and str(tmp_path / "repository") in manifest["origin"]
@@ -250,7 +276,7 @@ def test_a_record_without_a_column(tmp_path: Path) -> None:
 def test_a_missing_data_set_says_both_ways(tmp_path: Path) -> None:
     message = fails(find_source("minerva_math.plain"), tmp_path / "out", tmp_path)
     assert message.startswith(f"minerva_math.plain (Minerva mathematics) is not in {tmp_path}. With a network: ")
-    assert "minerva_math.parquet" in message and "minervamath/test.jsonl" in message
+    assert "minerva_math.parquet" in message and "simplerl-minerva-math/data/test-" in message
     assert "With a network: verl-ext reproduce prepare dr_mas/math --only minerva_math.plain." in message
     assert "--from FOLDER" in message
     assert f"is not in {tmp_path / 'none'}." in fails(find_source("aime24"), tmp_path / "out", tmp_path / "none")

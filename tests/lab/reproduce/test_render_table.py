@@ -28,10 +28,10 @@ claim: B beats A.
 published_in: abstract
 open: [Nobody says which data.]
 published:
-  - {cell: b, metric: avg, value: 60.25, certainty: certain}
-  - {cell: b, metric: avg, value: 10, relative_to: a, certainty: abstract-or-blog, note: a note}
-  - {cell: b, metric: tokens, value: -50, relative_to: a, ratio: true, certainty: secondary}
-  - {cell: other, metric: avg, value: 70, certainty: unverified}
+  - {cell: b, source: kernelbench, values: {avg: 60.25}}
+  - {cell: b, source: gigpo_readme, values: {avg: 10}, relative_to: a, note: a note}
+  - {cell: b, source: hgpo, values: {tokens: -50}, relative_to: a, ratio: true}
+  - {cell: other, source: hgpo_7b_unsure, values: {avg: 70}}
 full:
   hardware: {nodes: 1, gpus_per_node: 8, gpu: H100}
   hours: {value: 1}

@@ -33,7 +33,7 @@ def test_every_method_has_a_default_table_whose_laptop_scale_can_be_run() -> Non
     assert {table.method for table in found} >= set(METHODS)
     for table in found:
         assert table.full.hardware is not None and table.full.models and table.full.data["train"]
-        for number in table.published:
+        for number in table.numbers:
             assert number.metric in table.full.metrics and number.cell in table.full.cells
 
 
@@ -100,7 +100,7 @@ claim: it is better
 published_in: table 1
 open: [one thing]
 published:
-  - {{cell: otb, metric: score, value: 5.6, relative_to: grpo, certainty: abstract-or-blog}}
+  - {{cell: otb, source: gigpo_readme, values: {{score: 5.6}}, relative_to: grpo}}
 full:
   hardware: {{nodes: 1, gpus_per_node: 8, gpu: 80 GB, certainty: unverified, note: not stated}}
   hours: {{value: null, certainty: unverified, note: not stated}}
@@ -145,7 +145,9 @@ def test_a_valid_file_is_read_whole(tmp_path: Path) -> None:
     assert table.laptop.cells["grpo"].recipe == ("grpo",) and table.laptop.minutes is None
     assert table.full.metrics["score"].digits == 1 and table.laptop.metrics["tokens"].digits == 3
     assert table.laptop.metrics["tokens"].options == {"keys": ("trajectory/reward/mean",), "threshold": 0.5}
-    assert table.published[0].relative_to == "grpo" and table.published[0].value == 5.6
+    (number,) = table.numbers
+    assert (number.metric, number.value, number.relative_to) == ("score", 5.6, "grpo")
+    assert (number.certainty, number.section) == ("abstract-or-blog", "README of langfengQ/verl-agent")
 
 
 def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
@@ -157,7 +159,7 @@ def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
     return change
 
 
-def _drop(*path: str) -> Callable[[Any], None]:
+def _drop(*path: str | int) -> Callable[[Any], None]:
     def change(content: Any) -> None:
         for key in path[:-1]:
             content = content[key]
@@ -173,11 +175,13 @@ def _drop(*path: str) -> Callable[[Any], None]:
         (_drop("claim"), r"claim: is missing$"),
         (_set("paper", to=["x"]), r"paper: Input should be a valid string \(it is \['x'\]\)"),
         (_set("published", 0, "cell", to="opo"), r"published\[0\].cell: 'opo' is not known.*Known: grpo, otb, other"),
-        (_set("published", 0, "metric", to="avg"), r"published\[0\].metric: 'avg' is not known"),
-        (_set("published", 0, "certainty", to="sure"), r"published\[0\].certainty: 'sure' is not known.*secondary"),
+        (_set("published", 0, "values", to={"avg": 1}), r"published\[0\].values: 'avg' is not known"),
+        (_set("published", 0, "values", to={}), r"published\[0\].values: .*at least 1 item"),
+        (_drop("published", 0, "source"), r"published\[0\].source: is missing"),
+        (_set("published", 0, "source", to="gigpo"), r"published\[0\].source: 'gigpo' is not known.*gigpo_readme"),
         (
-            _set("published", 0, "value", to="5.6"),
-            r"published\[0\].value: Input should be a valid number \(it is '5.6'\)",
+            _set("published", 0, "values", "score", to="5.6"),
+            r"published\[0\].values.score: Input should be a valid number \(it is '5.6'\)",
         ),
         (_set("published", 0, "relative_to", to="otb"), r"relative_to: is the cell itself"),
         (_set("full", "seeds", to=[0, 0]), r"full.seeds: Numbers should be different \(it is \[0, 0\]\)"),

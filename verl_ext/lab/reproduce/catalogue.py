@@ -7,6 +7,7 @@ are merged, all else is replaced. What is wrong in a file is reported with the f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def tables() -> list[Table]:
                 f"{suggestion(table.laptop_of, having)}"
             )
     return found
+
+
+@functools.cache
+def publications() -> Mapping[str, Mapping[str, Any]]:
+    """Where published numbers were read, ``publications.yaml``: paper, section and certainty by the name that a table's
+    `source` says.
+    """
+    return load_yaml(Path(__file__).with_name("publications.yaml"))
 
 
 def find_table(name: str) -> Table:
@@ -137,7 +146,7 @@ def read_table(path: Path, name: str) -> Table:
     content = _content(path)
     if not isinstance(content, Mapping):
         raise TableError(f"{path}: the file: a mapping is expected, not {content!r:.60}")
-    context = {"recipes": [recipe.name for recipe in recipes()], "tasks": list(TASKS)}
+    context = {"recipes": [recipe.name for recipe in recipes()], "tasks": list(TASKS), "publications": publications()}
     try:
         return _TABLE.validate_python({**content, "name": name, "path": path}, context=context)
     except ValidationError as error:

@@ -398,7 +398,7 @@ def verdict_of(interval: Interval | None, higher: bool | None) -> str:
 
 def _beside(table: Table, values: pandas.DataFrame) -> pandas.DataFrame:
     rows = []
-    for one in table.published:
+    for one in table.numbers:
         ours, interval = _contrast(values, one.cell, one.relative_to, one.metric, one.ratio)
         verdict = "no value of ours" if math.isnan(ours) else UNKNOWN
         if interval is not None:
@@ -406,5 +406,5 @@ def _beside(table: Table, values: pandas.DataFrame) -> pandas.DataFrame:
             verdict = NO_SPREAD if math.isnan(interval.low) else inside
         found = (asdict(interval) if interval else {}) | asdict(one) | {"relative_to": one.relative_to or ""}
         rows.append({**found, "ours": ours, "gap": ours - one.value, "verdict": verdict})
-    columns = ["cell", "metric", "value", "certainty", "relative_to", "note", "ratio", "ours", "low", "high", "gap"]
-    return pandas.DataFrame(rows, columns=[*columns, "verdict"])
+    columns = ["cell", "metric", "value", "certainty", "section", "relative_to", "note", "ratio", "ours", "low", "high"]
+    return pandas.DataFrame(rows, columns=[*columns, "gap", "verdict"])

@@ -121,7 +121,8 @@ def lacks(
             found.append(Lack(what, f"start a Ray cluster on them and give {send}"))
         elif seen < each + judge:
             what = f"{each} GPUs are needed{more}; {seen} are seen"
-            found.append(Lack(what, f"run it where they are, send it there with {send}, or try --scale laptop"))
+            small = ", or try --scale laptop" if table.laptop or table.laptop_of else ""
+            found.append(Lack(what, f"run it where they are, or send it there with {send}{small}"))
     return found
 
 

@@ -96,7 +96,8 @@ def full_words(
             "trainer.experiment_name": experiment(table, scale, cell, seed),
             "trainer.resume_mode": "auto",
             "trainer.default_local_dir": f"{folder}/checkpoints",
-            "trainer.validation_data_dir": f"{folder}/validation",
+            # Null in a cell whose models have other tokenizers: verl would write all answers with one.
+            "trainer.validation_data_dir": cell.overrides.get("trainer.validation_data_dir", f"{folder}/validation"),
             "hydra.run.dir": f"{folder}/hydra",
             **({} if steps is None else {"trainer.total_training_steps": steps}),
         },

@@ -53,8 +53,12 @@ class Source:
     hub: str | None = None
     config: str | None = None
     split: str | None = None
+    hub_folder: str | None = None
     files: tuple[str, ...] = ()  # further places below a local folder, which may be patterns
-    columns: Mapping[str, str] = field(default_factory=dict)  # the kind's field to the record's column
+    columns: Mapping[str, str] = field(default_factory=dict)  # the kind's field to the record's column, or a.b within
+    cut: str = ""  # ends a question of mathematics and is left out
+    after: str = ""  # stands before a mathematical answer, a number
+    skip: bool = False  # records without an answer are left out
     license: str | None = None  # as stated by the data set's page; None: not known
     note: str = ""  # a sentence
     tables: tuple[str, ...] = ()  # that may want it though their runs do not read it (a corpus)
@@ -79,6 +83,7 @@ class Source:
     def digest(self) -> str:
         """Of all that decides what is written."""
         said = [self.name, self.kind, self.config, self.split, dict(self.columns), self.environment, dict(self.kwargs)]
+        said += [one for one in (self.cut, self.after) if one]
         text = json.dumps([*said, self.data_source, dict(self.draw), BOXED], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -195,11 +200,21 @@ def both_ways(table: str, source: Source) -> str:
     return f"Get it with {local}" if source.hub is None else f"With a network: {command}. Without: {local}"
 
 
+def _value(record: Any, column: str) -> Any:
+    """What lies at ``a.b`` or ``a.0`` in a record; None if nothing does, or an empty text."""
+    for part in column.split("."):
+        if isinstance(record, Mapping):
+            record = record.get(part)
+        else:
+            there = isinstance(record, list) and part.isdecimal() and int(part) < len(record)
+            record = record[int(part)] if there else None
+    return None if isinstance(record, str) and not record.strip() else record
+
+
 def _field(source: Source, record: Mapping[str, Any], field: str, number: int) -> Any:
     column = source.columns[field]
-    value = record.get(column)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        what = "no column" if column not in record else "nothing in the column"
+    if (value := _value(record, column)) is None:
+        what = "no column" if column.partition(".")[0] not in record else "nothing in the column"
         raise PrepareError(
             f"{source.name}, record {number}: {what} {column!r} ({field}); the record has {', '.join(sorted(record))}"
         )
@@ -225,8 +240,12 @@ def _row(source: Source, record: Mapping[str, Any], number: int) -> dict[str, An
     reward: dict[str, Any] = {"style": "rule"}
     ability = source.kind if source.kind in ("math", "qa") else "kernel"
     if source.kind == "math":
-        prompt: Any = str(of("question")).strip() + ("" if source.name.endswith(PLAIN) else f"\n\n{BOXED}")
-        reward["ground_truth"] = ", ".join(_texts(source, record, "answer", number))
+        question = str(of("question")).strip().removesuffix(source.cut).strip()
+        prompt: Any = question + ("" if source.name.endswith(PLAIN) else f"\n\n{BOXED}")
+        answers = _texts(source, record, "answer", number)
+        if source.after:
+            answers = [answer.rpartition(source.after)[2].replace(",", "") for answer in answers]
+        reward["ground_truth"] = ", ".join(answers)
     elif source.kind == "qa":
         prompt = str(of("question")).strip()
         reward["ground_truth"] = {"target": _texts(source, record, "answers", number)}
@@ -318,7 +337,7 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
 
     hub = f"{source.hub} ({f'configuration {source.config}, ' if source.config else ''}split {source.split})"
     try:
-        return datasets.load_dataset(source.hub, source.config, split=source.split), hub
+        return datasets.load_dataset(source.hub, source.config, data_dir=source.hub_folder, split=source.split), hub
     except Exception as error:  # its many errors (no network, no such data set, gated) mean the same here
         said = " ".join(str(error).split())[:200]
         raise PrepareError(
@@ -330,6 +349,8 @@ def _records(source: Source, local: Path | None, table: str) -> tuple[Iterable[d
 def _write_records(source: Source, records: Iterable[Mapping[str, Any]], path: Path) -> int:
     rows = []
     for number, record in enumerate(records):
+        if source.skip and _value(record, source.columns["answer"]) is None:
+            continue
         try:
             rows.append(_row(source, record, number))
         except PrepareError:

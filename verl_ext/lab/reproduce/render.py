@@ -111,7 +111,7 @@ def markdown(result: Result) -> str:
         ]
         for cell in result.shown
     ]
-    published = [one for one in table.published if laptop or not full.cells[one.cell].runnable]
+    published = [one for one in table.numbers if laptop or not full.cells[one.cell].runnable]
     page = plan.template("table.md.jinja").render(
         result=result,
         table=table,
@@ -244,7 +244,7 @@ def plain(result: Result) -> dict[str, Any]:
         "baseline": scale.baseline,
         "cells": {name: cell.label for name, cell in scale.cells.items()},
         "metrics": {name: asdict(spec) for name, spec in scale.metrics.items()},
-        "published": [asdict(one) for one in table.published],
+        "published": [asdict(one) for one in table.numbers],
         **{key: json.loads(frame.to_json(orient="records", double_precision=15)) for key, frame in frames.items()},
         **{key: getattr(result, key) for key in ("versions", "dates", "problems", "commands")},
     }

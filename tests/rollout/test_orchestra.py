@@ -1078,8 +1078,8 @@ def test_a_tool_call_of_many_levels_is_text_and_loses_no_rollout(play: Any, adde
 def test_a_prompt_that_the_chat_template_refuses_ends_its_own_trajectory(
     play: Any, added: BaseTool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picky = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}"
-    monkeypatch.setattr(tokenizer, "chat_template", picky + "{% endfor %}{% endfor %}" + tokenizer.chat_template)
+    picky = "{% for m in messages %}{% if 'Error' in m.content %}{{ 1 / 0 }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", picky + tokenizer.chat_template)
     rows, _ = play(
         "test_tools",
         lambda prompt: '<tool_call>{"name": "test_add", "arguments": [5, 7]}</tool_call>',

@@ -32,7 +32,8 @@ from verl_ext.rewards.judge import REASONS
 from verl_ext.rollout.reasoning_gym_task import ReasoningGymTask, Verdict
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.plain_text import PlainText
-from verl_ext.rollout.shared.template import ChatLoop, Refusal
+from verl_ext.rollout.shared.probes import Refusal
+from verl_ext.rollout.shared.template import ChatLoop
 from verl_ext.rollout.shared.text_only import prompt_of
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools, ToolSettings
@@ -263,13 +264,20 @@ class MultiTurnVerifierLoop(ChatLoop):
         schemas = None
         if self.tools:
             self.tools.begin(request_id, row.get("tools_kwargs"), {})
-            schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools)
+            if not self.options.tools_in_prompt:
+                schemas = self.tools.schemas(OPTIONS_KEY, self.options.tools)
         prompt_ids = await rows.encode(self, messages, schemas)
         if len(prompt_ids) > self.prompt_length:
+            bare = len(await rows.encode(self, messages)) if schemas else len(prompt_ids)
             raise ValueError(
                 f"the prompt of row index={row.get('index', '?')} has {len(prompt_ids)} tokens, more than "
-                f"rollout.prompt_length={self.prompt_length}: raise data.max_prompt_length or set "
-                "data.filter_overlong_prompts=True"
+                f"rollout.prompt_length={self.prompt_length}: raise data.max_prompt_length or "
+                + (
+                    "set data.filter_overlong_prompts=True"
+                    if bare > self.prompt_length
+                    else f"name fewer tools, whose schemas are {len(prompt_ids) - bare} of them "
+                    "(data.filter_overlong_prompts does not see them)"
+                )
             )
         return _Play(task, messages, messages, task.question, prompt_ids, schemas)
 

@@ -228,8 +228,7 @@ class StepWiseLoop(ChatLoop):
         options = self.options
         name, arguments, seed = of_row(options, kwargs)
         messages = prompt_of(kwargs)
-        system = [message for message in messages if message["role"] == "system"]
-        prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+        system, prompt = self._given(messages)
         request_id = rows.request_name(self, int(priority), kwargs.get("session_id", 0))
         rule = str(options.invalid_action or getattr(load(name), "invalid_action", "pass"))
 
@@ -272,6 +271,21 @@ class StepWiseLoop(ChatLoop):
             episode.calls.append(call)
         await in_turn()
         return self._rows(episode)
+
+    def _given(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        """The data's system messages, and the text of its prompt.
+
+        Raises ValueError: a message of another role, which no prompt would show.
+        """
+        system, asked = [], []
+        for message in messages:
+            if message["role"] not in ("system", "developer", "user"):
+                raise ValueError(
+                    f"{AGENT_NAME} shows the system's and the user's messages of the data, and raw_prompt has one of "
+                    f"the role {message['role']!r}; leave it out, or put its text into the user's."
+                )
+            (asked if message["role"] == "user" else system).append(message)
+        return system, "\n\n".join(message["content"] for message in asked)
 
     def _session(self, name: str, arguments: Mapping[str, Any]) -> Session:
         options = self.options

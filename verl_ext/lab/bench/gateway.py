@@ -98,10 +98,9 @@ def make_loop(name: str, config: Any, server: Any, tokenizer: Any, /, **more: An
         server_manager=server,
         tokenizer=tokenizer,
         processor=None,
-        hf_model_type="llama",
         dataset_cls=RLHFDataset,
         data_config=DictConfigWrap(config.data),
-        **more,
+        **{"hf_model_type": "llama", **more},
     )
 
 

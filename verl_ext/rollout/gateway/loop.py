@@ -47,7 +47,8 @@ from verl_ext.rollout.orchestra.settings import Lineup
 from verl_ext.rollout.orchestra.voices import Voice
 from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.plain_text import PlainText
-from verl_ext.rollout.shared.template import Chat, words
+from verl_ext.rollout.shared.probes import words
+from verl_ext.rollout.shared.template import Chat
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import linear_parser, read_calls
 
@@ -238,6 +239,8 @@ class GatewayLoop(OrchestraLoop):
         return {**sampling, "logprobs": True} if asked.logprobs else sampling
 
     def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
+        if self.settings.tools_in_prompt:
+            return []
         plain = PlainText(self.voices[agent.model].tokenizer)
         made = [plain.message(tool) for tool in _asked(agent).tools]
         self._split += plain.split

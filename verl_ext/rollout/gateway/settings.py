@@ -55,6 +55,8 @@ class GatewaySettings(Limits):
         max_bytes: bytes of its requests together, or of what a command writes.
         body_timeout_s: seconds for the body of a request to arrive.
         agent_timeout_s: seconds for the agent.
+        tools_in_prompt: the agent's own prompts describe its tools, so that the chat template is not given their
+            schemas. Needed where the template does not show them.
         read_thinking: tool calls inside ``<think>...</think>`` are calls; otherwise only those after it are.
     """
 
@@ -70,6 +72,7 @@ class GatewaySettings(Limits):
     max_bytes: AtLeastOne = 1 << 26
     body_timeout_s: Positive = 30.0
     agent_timeout_s: Positive = 1800.0
+    tools_in_prompt: bool = False
     read_thinking: bool = False
     overlong_prompt: Literal["shorten", "end"] = "end"
 

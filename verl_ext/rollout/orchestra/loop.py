@@ -48,8 +48,9 @@ from verl_ext.rollout.retrieval import Retriever
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.probes import words
 from verl_ext.rollout.shared.rows import ModelCall
-from verl_ext.rollout.shared.template import ChatLoop, words
+from verl_ext.rollout.shared.template import ChatLoop
 from verl_ext.rollout.shared.text_only import prompt_of
 from verl_ext.rollout.shared.threads import HeldThreads, threads
 from verl_ext.rollout.shared.tools import Tools
@@ -282,6 +283,8 @@ class OrchestraLoop(ChatLoop):
 
     def _schemas(self, agent: Agent) -> list[dict[str, Any]]:
         """Tools that the chat template shows the agent."""
+        if self.settings.tools_in_prompt:
+            return []
         return self.tools[agent.model].schemas(f"agent {agent.name}", agent.tools)
 
     async def use_tools(

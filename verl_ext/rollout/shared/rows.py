@@ -22,7 +22,7 @@ from verl.utils.profiler import simple_timer
 
 from verl_ext.common.log_filter import Once
 from verl_ext.rollout.shared.scores import storable
-from verl_ext.rollout.shared.template import Refusal, chat_of, words
+from verl_ext.rollout.shared.template import chat_of
 from verl_ext.rollout.shared.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
@@ -106,12 +106,7 @@ def tokens_of(loop: Any, messages: Sequence[Mapping[str, Any]], tools: list[dict
     Raises:
         Refusal: the chat template does not take it; its words.
     """
-    builder = loop.continuous_token_builder
-    try:
-        given = chat_of(loop.tokenizer, builder).fit(messages)
-        return list(builder.build_initial_tokens(given, tools=tools))
-    except Exception as error:
-        raise Refusal(words(error)) from error
+    return chat_of(loop.tokenizer, loop.continuous_token_builder).prompt(messages, tools)
 
 
 async def encode(
@@ -128,8 +123,9 @@ async def encode(
 
 async def decode(loop: AgentLoopBase, ids: Sequence[int]) -> str:
     """The text of an answer, without special tokens, made outside the event loop."""
+    chat = chat_of(loop.tokenizer, loop.continuous_token_builder)
     return await threads(loop.config, "decoding").run(
-        lambda: loop.tokenizer.decode(list(ids), skip_special_tokens=True)
+        lambda: loop.tokenizer.decode(chat.unclosed(ids), skip_special_tokens=True)
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from verl_ext.integration.compat import registrations
 from verl_ext.integration.compat.verl_api import data_files
 from verl_ext.integration.settings.options import OptionError, select
-from verl_ext.rollout.shared.template import Refusal, of_text
+from verl_ext.rollout.shared.messages import of_text
+from verl_ext.rollout.shared.probes import Refusal
 
 MEDIA = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
 """Keys of ``data`` that name columns which are no text, and verl's defaults."""

@@ -37,6 +37,8 @@ class ToolSettings:
         mcp: servers whose tools may be named: ``{<server>: {command: [...]} | {url: ...}}``, see `mcp_tools`.
         max_tool_rounds: model calls that may follow from tool calls before one answer, beyond the first.
         tool_timeout_s: seconds for one call of a tool.
+        tools_in_prompt: the prompts of the data or the agents' roles describe the tools themselves, so that the chat
+            template is not given their schemas. Needed where the template does not show them.
         read_thinking: what a model thinks (``<think>...</think>``) is judged too, and tool calls there are calls.
             Otherwise only what comes after it counts.
     """
@@ -44,6 +46,7 @@ class ToolSettings:
     mcp: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_tool_rounds: Count = 4
     tool_timeout_s: Positive = 60.0
+    tools_in_prompt: bool = False
     read_thinking: bool = False
 
 

@@ -68,7 +68,8 @@ def test_a_team_of_ones_own_trains_by_configuration_alone(standing_lab: Lab) -> 
 
 
 def test_solver_and_verifier_train_through_faults(standing_lab: Lab, tmp_path: Path) -> None:
-    """The shipped team on an untrained model, with a reward function that fails now and then."""
+    """The shipped team on an untrained model, with a reward function that fails now and then; DAPO's filter asks every
+    trajectory for its `acc`, those that failed too."""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
@@ -88,6 +89,8 @@ def test_solver_and_verifier_train_through_faults(standing_lab: Lab, tmp_path: P
             "trainer.val_before_train=true",
             f"reward.custom_reward_function.path={reward}",
             "data.val_max_samples=4",
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=acc",
         ],
     ).check()
     metrics = run.metrics

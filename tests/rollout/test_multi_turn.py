@@ -103,6 +103,17 @@ def fields(rows: list[AgentLoopOutput], name: str) -> list[Any]:
     return [row.extra_fields[name] for row in rows]
 
 
+def test_routed_experts_are_not_dropped_without_a_word(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ScriptedEngine.generate
+
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> TokenOutput:
+        return (await plain(self, *args, **kwargs)).model_copy(update={"routed_experts": [[0]]})
+
+    monkeypatch.setattr(ScriptedEngine, "generate", generate)
+    with pytest.raises(RuntimeError, match="returned routed experts, which the agent loops of verl_ext do not hand on"):
+        play(tokenizer, ["12"])
+
+
 @pytest.mark.parametrize(
     ("texts", "rewards", "acc", "reason"),
     [

@@ -56,6 +56,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "verl.trainer.ppo.metric_utils": ("compute_variance_proxy_metrics",),
         "verl.trainer.ppo.v1": ("get_trainer_cls(name)",),
+        "verl.trainer.ppo.v1.replay_buffer": ("ReplayBuffer._clear_groups(partition_id, uids)",),
         "verl.trainer.ppo.v1.trainer_base": ("PPOTrainer", "TRAINER_REGISTRY", "get_trainer_cls(name)"),
         "verl.workers.config": ("PolicyLossConfig",),
         "verl.workers.utils.padding": ("response_from_nested", "response_to_nested"),

@@ -272,12 +272,13 @@ class StepWiseLoop(ChatLoop):
         await in_turn()
         return self._rows(episode)
 
-    def _given(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    def _given(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         """The data's system messages, and the text of its prompt.
 
         Raises ValueError: a message of another role, which no prompt would show.
         """
-        system, asked = [], []
+        system: list[dict[str, Any]] = []
+        asked: list[dict[str, Any]] = []
         for message in messages:
             if message["role"] not in ("system", "developer", "user"):
                 raise ValueError(

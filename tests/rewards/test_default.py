@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
+from hydra import compose
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.reward_score import default_compute_score
 
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.rewards.default import COMPARED, compute_score
 from verl_ext.rewards.judge import JudgeError
 from verl_ext.rollout.default_rewards import Rewards
@@ -89,3 +93,64 @@ def test_a_run_that_judges_in_another_way_is_left_alone(keys: dict[str, Any]) ->
     before = OmegaConf.to_container(run)
     Rewards.complete(run)
     assert OmegaConf.to_container(run) == before
+
+
+def run_of(loop: str, *overrides: str) -> Any:
+    asked = ["+recipe=trloo", "actor_rollout_ref.rollout.n=4", "data.train_files=[]", "data.val_files=[]"]
+    return compose("ppo_trainer", [*asked, f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}", *overrides])
+
+
+MANAGER = "reward.reward_manager.name=dapo"
+FUNCTION = "reward.custom_reward_function.path=mine.py"
+ALL = ("verl_ext_multi_turn", "verl_ext_step_wise", "verl_ext_kernels", "verl_ext_orchestra", "verl_ext_gateway")
+
+
+@pytest.mark.usefixtures("verl_configuration")
+@pytest.mark.parametrize(
+    ("loops", "override", "message"),
+    [
+        (
+            ALL,
+            MANAGER,
+            r"reward\.reward_manager\.name=dapo has no effect on the rows of the agent loop verl_ext_\w+: each",
+        ),
+        (ALL, "reward.reward_model.enable=true", r"reward_model\.enable=true .*which would be overwritten"),
+        (
+            ALL,
+            "reward.sandbox_fusion.url=http://127.0.0.1:1",
+            r"sandbox_fusion\.url=.*judged in the sandbox of verl_ext",
+        ),
+        (ALL[:3], FUNCTION, r"custom_reward_function\.path=mine\.py has no effect .*a verifier of their own"),
+        (
+            ("single_turn_agent",),
+            "custom_reward_function.path=mine.py",
+            r"by no trainer of V1\. Say reward\.custom_rew",
+        ),
+        (("single_turn_agent",), "reward_model.reward_manager=dapo", r"Say reward\.reward_manager\.name"),
+    ],
+)
+def test_reward_settings_that_nobody_would_read_are_refused(
+    loops: tuple[str, ...], override: str, message: str
+) -> None:
+    for loop in loops:
+        with pytest.raises(OptionError, match=message):
+            Rewards.check(run_of(loop, override))
+
+
+@pytest.mark.usefixtures("verl_configuration")
+def test_reward_settings_that_are_read_pass(tmp_path: Path) -> None:
+    for loop in ALL:
+        run = run_of(loop)
+        Rewards.complete(run)
+        assert Rewards.check(run) == []
+    for loop in (*ALL[3:], "single_turn_agent"):
+        assert Rewards.check(run_of(loop, FUNCTION)) == []
+    assert Rewards.check(run_of("single_turn_agent", MANAGER, "reward.reward_model.enable=true")) == []
+    pandas.DataFrame({"agent_name": ["verl_ext_multi_turn"]}).to_parquet(tmp_path / "some.parquet")
+    mixed = (f"data.train_files={tmp_path}/some.parquet", "reward.reward_model.enable_resource_pool=true")
+    (told,) = Rewards.check(run_of("single_turn_agent", MANAGER, *mixed))
+    assert "counts for the rows of other agent loops alone" in told
+    (told,) = Rewards.check(run_of("single_turn_agent", "reward.reward_model.enable=true", *mixed))
+    assert "no reward model is asked" in told
+    with pytest.raises(OptionError, match="which would be overwritten"):
+        Rewards.check(run_of("single_turn_agent", "reward.reward_model.enable=true", mixed[0]))

@@ -566,6 +566,117 @@ def test_a_body_that_does_not_come_and_an_answer_that_does_not(play: Play, token
         play(agent, broken)
 
 
+def counts(rows: list[AgentLoopOutput]) -> dict[str, float]:
+    """What the gateway counts of a trajectory."""
+    names = ("calls", "calls_lost", "retries", "calls_rewarded", "requests_refused", "failed")
+    return {name: rows[0].extra_fields["reward_extra_info"][name] for name in names}
+
+
+def late(tokenizer: Any, *delays: float) -> Scripted:
+    """An engine that is so slow with its first answers, which it numbers; prompts with "long" get a long one."""
+    answers = iter([*enumerate(delays), *((number, 0.0) for number in range(len(delays), 100))])
+
+    def answer(prompt: str) -> tuple[float, str]:
+        number, delay = next(answers)
+        return delay, f"{number}" + " 7" * (60 if "long" in prompt else 0)
+
+    return Scripted(tokenizer, answer)
+
+
+def test_an_answer_that_came_too_late_is_lost_and_asking_again_is_a_retry(play: Play, tokenizer: Any) -> None:
+    """OpenAI's client gives up after 0.5 s and asks again; the agent knows of one answer and rewards one call."""
+
+    def agent(task: Any, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        asked = client(base_url, api_key, timeout=0.5, max_retries=3).chat.completions.create(**chat())
+        assert asked.choices[0].message.content == "2"
+        time.sleep(1.2)  # until the late answers are there
+        return {"rewards": [0.5], "reward": 1.0}
+
+    rows = play(agent, late(tokenizer, 1.5, 1.3))
+    assert counts(rows) == {
+        **{"calls": 3.0, "calls_lost": 2.0, "retries": 2.0, "calls_rewarded": 1.0},
+        **{"requests_refused": 0.0, "failed": 0.0},
+    }
+    assert fields(rows, "valid_row") == [False, False, True] and fields(rows, "turn_reward") == [0.0, 0.0, 1.5]
+    assert [sum(row.response_mask) for row in rows[:2]] == [0, 0] and sum(rows[2].response_mask)
+
+
+def test_a_late_answer_takes_no_outcome_whatever_its_place(play: Play, tokenizer: Any) -> None:
+    """The last request of the trajectory is one that its client has given up, answered or not when it ends."""
+
+    def agent(wait: float) -> Callable[..., float]:
+        def played(task: Any, *, base_url: str, api_key: str, model: str) -> float:
+            one = client(base_url, api_key, max_retries=0)
+            one.chat.completions.create(**chat())
+            with pytest.raises(openai.APITimeoutError):
+                one.with_options(timeout=0.3).chat.completions.create(**chat("again"))
+            time.sleep(wait)
+            return 1.0
+
+        return played
+
+    rows = play(agent(0.6), late(tokenizer, 0.0, 0.6))
+    assert fields(rows, "valid_row") == [True, False] and fields(rows, "turn_reward") == [1.0, 0.0]
+    assert (counts(rows)["calls"], counts(rows)["calls_lost"], counts(rows)["retries"]) == (2.0, 1.0, 0.0)
+    rows = play(agent(0.0), late(tokenizer, 0.0, 60.0))
+    assert fields(rows, "turn_reward") == [1.0] and counts(rows)["calls_lost"] == 1.0
+
+
+@pytest.mark.parametrize("read", [0, 20])
+def test_a_stream_that_is_closed_before_it_is_read_is_lost(play: Play, tokenizer: Any, read: int) -> None:
+    def agent(task: Any, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        place, body = urlsplit(base_url), json.dumps(chat("long", stream=True))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+        with socket.create_connection((place.hostname, place.port), timeout=60) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            connection.recv(1, socket.MSG_PEEK)  # it has been answered
+            assert len(connection.recv(read)) == read
+        with client(base_url, api_key).chat.completions.create(**chat("long", stream=True)) as stream:
+            assert "".join(event.choices[0].delta.content or "" for event in stream).startswith("1 7")
+        return {"rewards": [1.0]}
+
+    rows = play(agent, late(tokenizer))
+    assert fields(rows, "valid_row") == [False, True] and fields(rows, "turn_reward") == [0.0, 1.0]
+    assert (counts(rows)["calls_lost"], counts(rows)["retries"]) == (1.0, 1.0)
+
+
+def test_the_same_request_twice_is_two_samples_if_both_are_read(play: Play, tokenizer: Any) -> None:
+    """At once, one after the other, on one connection or on two: nothing is lost and nothing repeated."""
+
+    async def agent(task: Any, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as many:
+            await asyncio.gather(*(many.chat.completions.create(**chat()) for _ in range(3)))
+            await many.chat.completions.create(**chat())
+        post(base_url, api_key, chat())
+        return {"rewards": [1.0, 2.0, 3.0, 4.0, 5.0]}
+
+    rows = play(agent, late(tokenizer, 0.1, 0.1))
+    assert fields(rows, "valid_row") == [True] * 5
+    assert counts(rows) == {
+        **{"calls": 5.0, "calls_lost": 0.0, "retries": 0.0, "calls_rewarded": 5.0},
+        **{"requests_refused": 0.0, "failed": 0.0},
+    }
+
+
+def test_two_ask_at_once_and_the_slower_answer_is_given_up(play: Play, tokenizer: Any) -> None:
+    async def agent(task: Any, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as many:
+            asked = [asyncio.ensure_future(many.chat.completions.create(**chat())) for _ in range(2)]
+            done, late = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for one in late:
+                one.cancel()
+            await asyncio.wait(late)
+            await asyncio.sleep(1.0)
+            return {"rewards": {one.result().id: 1.0 for one in done}}
+
+    rows = play(agent, late(tokenizer, 0.8, 0.1))
+    assert sorted(zip(fields(rows, "valid_row"), fields(rows, "turn_reward"), strict=True)) == [
+        (False, 0.0),
+        (True, 1.0),
+    ]
+    assert (counts(rows)["calls_lost"], counts(rows)["retries"]) == (1.0, 0.0)
+
+
 def test_an_agent_that_fails_every_time_is_taken_for_a_mistake(play: Play) -> None:
     def agent(task: Any, *, base_url: str, api_key: str, model: str) -> float:
         raise KeyError("answer")

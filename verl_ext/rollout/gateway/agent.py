@@ -236,7 +236,7 @@ def outcome_of(result: Any, team: Team, call_ids: Mapping[str, Any]) -> Any:
         for key, reward in rewards.items():
             call_ids[key].reply.reward = reward
     elif rewards is not None:
-        calls = team.calls
+        calls = [call for call in team.calls if call.received]
         if not isinstance(rewards, list | tuple) or len(rewards) != len(calls):
             raise OrchestraFailure(AGENT_ERROR, f"rewards is {rewards!r:.80} for {len(calls)} calls; give one for each")
         for call, reward in zip(calls, rewards, strict=True):

@@ -87,7 +87,7 @@ class GatewayLoop(OrchestraLoop):
         self._calls: dict[str, core.Call] = {}
         self._names: Counter[str] = Counter()
         self._arrived = 0
-        self._changed = 0
+        self._changed = self._rewarded = 0
         self._session: Session | None = None
 
     @property
@@ -116,7 +116,11 @@ class GatewayLoop(OrchestraLoop):
                 if not work.done():
                     raise OrchestraFailure(AGENT_TIMEOUT, f"no result within {self.where}.agent_timeout_s={limit}")
                 assert self._team is not None
-                return outcome_of(work.result(), self._team, self._calls)
+                await session.settle()
+                result = work.result()
+                outcome = outcome_of(result, self._team, self._calls)
+                self._rewarded = len(result.get("rewards") or ()) if isinstance(result, Mapping) else 0
+                return outcome
             except HeldThreads as error:
                 if self._team is not None:
                     self._team.fatal = error  # no agent can be begun any more
@@ -171,6 +175,10 @@ class GatewayLoop(OrchestraLoop):
             tool_calls=tool_calls,
             logprobs=await self._logprobs(tokenizer, ids, row.response_logprobs) if asked.logprobs else None,
         )
+
+    def lose(self, name: str) -> None:
+        """The answer with this id has reached nobody: its row is not trained on."""
+        self._calls[name].received = False
 
     def _caller(self, asked: Asked) -> Caller:
         chosen = self.settings
@@ -280,8 +288,10 @@ class GatewayLoop(OrchestraLoop):
     def _numbers(self, calls: Sequence[core.Call], lineup: Lineup, *args: Any) -> dict[str, float]:
         seen = dict.fromkeys(call.agent.name for call in calls)
         lineup = dataclasses.replace(lineup, agents=tuple(Caller(name) for name in seen) or lineup.agents)
-        refused = 0 if self._session is None else self._session.refused
-        numbers = {"requests_refused": float(refused), "sampling_changed": float(self._changed)}
+        session = self._session
+        counts = (session.refused, session.lost, session.retries) if session is not None else (0, 0, 0)
+        numbers = dict(zip(("requests_refused", "calls_lost", "retries"), map(float, counts), strict=True))
+        numbers.update(calls_rewarded=float(self._rewarded), sampling_changed=float(self._changed))
         return {**super()._numbers(calls, lineup, *args), **numbers}
 
 

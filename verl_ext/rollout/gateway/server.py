@@ -15,20 +15,26 @@ import secrets
 import socket
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl_ext.rollout.gateway.agent import MAX_BYTES
-from verl_ext.rollout.gateway.protocol import Answer, Refused, parse
+from verl_ext.rollout.gateway.protocol import Answer, Asked, Refused, parse
 from verl_ext.rollout.gateway.settings import GatewaySettings
 from verl_ext.rollout.orchestra.agents import ENGINE_TIMEOUT, MAX_CALLS, OVERLONG, OrchestraFailure
 
 logger = logging.getLogger(__name__)
 
+ANSWERED = "verl_ext.answered"
+"""Where a request's scope holds its session and attempt, once it is answered."""
+RETRY = "x-stainless-retry-count"
+"""By which OpenAI's clients say how often they have tried before."""
 NO_KEY = "this key belongs to no trajectory that is being played"
 
 
@@ -41,6 +47,20 @@ class Trajectory(Protocol):
     async def answer(self, asked: Any) -> Answer:
         """Answer a request; raises Refused or OrchestraFailure, or what the engine raised."""
 
+    def lose(self, name: str) -> None:
+        """The answer with this id has reached nobody."""
+
+
+@dataclass
+class Attempt:
+    """A request with a call: what it asks tells it from others; `name` is its answer's id once there is one."""
+
+    request: Request
+    asked: Asked
+    name: str = ""
+    lost: bool = False
+    repeated: bool = False
+
 
 class Session:
     """One trajectory at the server: its limits, and why it ended before its agent did.
@@ -50,6 +70,7 @@ class Session:
         over: done with the failure that ends the trajectory, whatever the agent does.
         failed: the last call that failed, if the agent has made no other since.
         refused: requests that were answered with an error.
+        retries: requests that repeat one whose answer was lost, or that a client's library says are such.
     """
 
     def __init__(self, trajectory: Trajectory) -> None:
@@ -57,7 +78,8 @@ class Session:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.over: asyncio.Future[OrchestraFailure] = asyncio.get_running_loop().create_future()
         self.failed: OrchestraFailure | None = None
-        self.refused = 0
+        self.refused = self.retries = 0
+        self.attempts: list[Attempt] = []
         self._calls = 0
         self._bytes = 0
 
@@ -73,6 +95,37 @@ class Session:
         if self._calls > most:
             self.end(MAX_CALLS, f"more than verl_ext.gateway.max_calls={most} requests")
             raise Refused(NO_KEY, 401, "trajectory_ended")
+
+    @property
+    def lost(self) -> int:
+        """Calls whose answer has reached nobody."""
+        return sum(attempt.lost for attempt in self.attempts)
+
+    def lose(self, attempt: Attempt) -> None:
+        """Its client has gone, or went before it had read the answer."""
+        attempt.lost = True
+        if attempt.name:
+            self.trajectory.lose(attempt.name)
+
+    async def settle(self) -> None:
+        """See who has gone while the engine is at work, and hear of connections that have ended by now."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for attempt in self.attempts:
+            if not attempt.name and not attempt.lost and await attempt.request.is_disconnected():
+                self.lose(attempt)
+
+    async def attempt(self, request: Request, asked: Asked) -> Attempt:
+        """Note a request for a call, and whether it repeats another one."""
+        await self.settle()
+        alike = (one for one in self.attempts if one.lost and not one.repeated and one.asked == asked)
+        before = next(alike, None)
+        if before is not None:
+            before.repeated = True
+        self.retries += before is not None or request.headers.get(RETRY, "0") != "0"
+        made = Attempt(request, asked)
+        self.attempts.append(made)
+        return made
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, within its time and size. Raises Refused: it came too slowly, or is too much."""
@@ -100,6 +153,18 @@ class Session:
             raise Refused(f"more than {most} bytes", 413, MAX_BYTES)
 
 
+class _Connection(H11Protocol):
+    """A connection of a client, which tells an answer that was not read: the kernel then resets the connection, or it
+    ends before the answer is written. One that has been read whole ends without an error, or is used again.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        session, attempt = (self.scope or {}).get(ANSWERED) or (None, None)
+        if session is not None and (exc is not None or not self.cycle.response_complete):
+            session.lose(attempt)
+        super().connection_lost(exc)
+
+
 class _Server(uvicorn.Server):
     """A server beside other work: the signals of the process are not its own."""
 
@@ -123,7 +188,9 @@ class Gateway:
         self.base_url = f"http://{near}:{self.socket.getsockname()[1]}/v1"
         for name in ("NO_PROXY", "no_proxy"):  # clients here would look for this machine behind the network's proxy
             os.environ[name] = ",".join(dict.fromkeys([*filter(None, os.environ.get(name, "").split(",")), near]))
-        config = uvicorn.Config(_app(self), log_level="warning", access_log=False, lifespan="off", loop="none")
+        config = uvicorn.Config(
+            _app(self), log_level="warning", access_log=False, lifespan="off", loop="none", http=_Connection
+        )
         self.server = _Server(config)
         self.task = asyncio.ensure_future(self.server.serve(sockets=[self.socket]))
 
@@ -200,23 +267,30 @@ async def _answered(gateway: Gateway, request: Request, chat: bool) -> Response:
     session = None
     try:
         session = gateway.of(request)
-        answer = await _answer(session, request, chat)
+        attempt, answer = await _answer(session, request, chat)
     except Refused as refused:
         if session is not None:
             session.refused += 1
         return _refusal(refused)
     session.failed = None
+    if attempt.lost or await request.is_disconnected():
+        session.lose(attempt)
+    request.scope[ANSWERED] = session, attempt
     if answer.asked.stream:
-        return StreamingResponse(answer.events(), media_type="text/event-stream")
+        # In one piece: of one in chunks OpenAI's client leaves the end, after the last event, unread.
+        return Response("".join(answer.events()), media_type="text/event-stream")
     return JSONResponse(answer.whole())
 
 
-async def _answer(session: Session, request: Request, chat: bool) -> Answer:
+async def _answer(session: Session, request: Request, chat: bool) -> tuple[Attempt, Answer]:
     session.begin()
     body = await session.body(request)
     asked = parse(body, request.headers.get("x-agent-id"), chat, session.trajectory.runs)
+    attempt = await session.attempt(request, asked)
     try:
-        return await session.trajectory.answer(asked)
+        answer = await session.trajectory.answer(asked)
+        attempt.name = answer.id
+        return attempt, answer
     except Refused:
         raise
     except OrchestraFailure as failure:
@@ -232,3 +306,6 @@ async def _answer(session: Session, request: Request, chat: bool) -> Answer:
     except Exception as error:
         session.end("engine", f"{type(error).__name__}: {error}")
         raise Refused("the rollout engine failed", 500, "engine") from error
+    finally:
+        if not (attempt.name or attempt.lost):
+            session.attempts.remove(attempt)

@@ -100,12 +100,16 @@ class Completion:
 
 @dataclass
 class Call:
-    """A finished call: who, in which place of the trajectory, on what prompt, with what answer."""
+    """A finished call: who, in which place of the trajectory, on what prompt, with what answer.
+
+    `received` is False for an answer that reached nobody: its row is in no statistic and not trained on.
+    """
 
     agent: Agent
     position: tuple[int, ...]
     completion: Completion
     reply: Reply
+    received: bool = True
 
 
 class Engine(Protocol):

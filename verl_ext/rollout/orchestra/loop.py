@@ -354,14 +354,14 @@ class OrchestraLoop(ChatLoop):
         calls = team.calls
         kept = not failure or self.settings.on_failure != "exclude"
         # Of a trajectory that failed the outcome alone counts: a reward given before may not outlive what ended by it.
-        rewards = [0.0 if failure else float(call.reply.reward) for call in calls]
+        rewards = [0.0 if failure or not call.received else float(call.reply.reward) for call in calls]
         if result.rewards:
             for name, place in {call.agent.name: place for place, call in enumerate(calls)}.items():
                 rewards[place] += result.rewards[name]
         elif calls and not result.summed:
-            rewards[-1] += result.outcome
+            rewards[max((place for place, call in enumerate(calls) if call.received), default=-1)] += result.outcome
         for call in calls:
-            call.completion.row.trained = kept
+            call.completion.row.trained = kept and call.received
         if not calls:
             agent = next(agent for agent in lineup.agents if agent.model in self.voices)
             voice = self.voices[agent.model]

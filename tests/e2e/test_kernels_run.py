@@ -91,6 +91,7 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
         f"data.train_files={data}",
         f"data.val_files={data}",
         f"actor_rollout_ref.model.path={model}",
+        "reward.custom_reward_function.path=null",  # the kernels are judged
         "data.max_prompt_length=160",
         "data.max_response_length=16",
         "algorithm.mrs.lower=0.1",

@@ -25,6 +25,7 @@ def overrides(data: Path, prompts: int, world: str, **environment: Any) -> list[
         f"data.train_files={data}",
         f"data.val_files={data}",
         f"data.train_batch_size={prompts}",
+        "reward.custom_reward_function.path=null",  # the environment judges
         "data.max_prompt_length=320",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         f"+verl_ext.environment.name=game_worlds:{world}",

@@ -238,6 +238,19 @@ def test_a_row_of_rounding_size_carries_no_signal() -> None:
     assert metrics.learning_signal(fields, 0 * advantages, torch.ones(4, 2))["advantage/zero_row_share"] == 1.0
 
 
+def test_responses_at_the_limit_are_those_that_fill_it() -> None:
+    """Of four rows one is as long as the limit; the longest of the others is as long as verl's clip_ratio counts."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+    valid = {"valid_row": np.array([True, True, True, True])}
+    assert metrics.at_limit(valid, mask, 4) == {"rollout/responses_at_limit": 0.25}
+    assert metrics.at_limit(valid, mask[1:, :3].repeat(2, 1)[:4], 8) == {"rollout/responses_at_limit": 0.0}
+    assert (
+        metrics.at_limit({"valid_row": np.array([False, True, True, False])}, mask, 4)["rollout/responses_at_limit"]
+        == 0.0
+    )
+    assert metrics.at_limit({"valid_row": np.zeros(4, bool)}, mask, 4) == {}
+
+
 def test_trajectory_metrics_count_each_trajectory_once() -> None:
     fields = {
         "valid_row": np.array([True, True, True, False]),

@@ -412,3 +412,16 @@ def test_an_error_inside_is_not_hidden(target: wraps.Target) -> None:
     with pytest.raises(ZeroDivisionError):
         with wraps.must_be_called(target), wraps.replaced(target, lambda original: original):
             raise ZeroDivisionError
+
+
+def test_one_module_alone_calls_verls_store() -> None:
+    """Its next data plane is to be met in one place: no other module imports this one, by whatever spelling."""
+    package = Path(verl_ext.__file__).parent
+    importers = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "transfer_queue" for name in names):
+                importers.add(path.relative_to(package).as_posix())
+    assert importers == {"integration/compat/data_plane.py"}

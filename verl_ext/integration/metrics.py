@@ -81,6 +81,18 @@ def trajectory_metrics(columns: Mapping[str, Any], earned: Mapping[str, Any] | N
     return out
 
 
+def at_limit(columns: Mapping[str, Any], response_mask: torch.Tensor, limit: int) -> dict[str, float]:
+    """``rollout/responses_at_limit``: the share of rows [B] with a token of the model in the last place there is.
+
+    verl's ``response_length/clip_ratio`` is the share of rows that are as long as the longest of the batch.
+    """
+    valid = torch.as_tensor(np.asarray(columns["valid_row"], dtype=bool))
+    if not valid.any():
+        return {}
+    full = response_mask[:, limit - 1 : limit].bool().any(-1)
+    return {"rollout/responses_at_limit": float(full[valid].double().mean())}
+
+
 def row_advantages(advantages: torch.Tensor, response_mask: torch.Tensor) -> np.ndarray:
     """Mean advantage over the model tokens of each row, [B] float64; 0 for a row without tokens."""
     mask = response_mask.bool()

@@ -11,6 +11,8 @@ import logging
 import os
 from typing import Any
 
+from verl_ext.integration.compat import data_plane
+
 logger = logging.getLogger(__name__)
 
 LOST, GUARDED = "verl_ext_lost", "verl_ext_guarded"
@@ -30,16 +32,12 @@ async def guarded(rho: float) -> None:
 
 async def put(partition: str, key: str, tag: dict[str, Any]) -> None:
     """Leave a note. What cannot be noted is logged: the trainer refuses what was not noted."""
-    import transfer_queue as tq
-
     try:
-        await tq.async_kv_put(key=key, partition_id=partition, tag=tag)
+        await data_plane.put_tag(partition, key, tag)
     except Exception:
         logger.exception("%s could not be noted in %s", key, partition)
 
 
 def read(partition: str) -> dict[str, dict[str, Any]]:
     """The notes of a partition by key."""
-    import transfer_queue as tq
-
-    return dict((tq.kv_list(partition) or {}).get(partition, {}))
+    return data_plane.tags(partition)

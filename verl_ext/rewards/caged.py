@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from verl_ext.rewards.notation import boxed, normal
+from verl_ext.rewards.notation import boxed, normal, readings
 
 _PLAIN = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load),
@@ -128,21 +128,29 @@ def math(answer: str, accepted: list[str]) -> dict[str, Any]:
 def _judged(answer: str, accepted: list[str]) -> dict[str, Any]:
     from math_verify import parse, verify
 
-    # Its own time limits are signals, and end no sympy in one large power; the sandbox keeps the time here.
-    answers = [answer]
+    def read(text: str) -> Any:
+        # Its own time limits are signals, and end no sympy in one large power; the sandbox keeps the time here.
+        return parse(text, parsing_timeout=None)
+
     if "\\boxed" in answer or "\\fbox" in answer:
-        answers = [f"\\boxed{{{normal(content)}}}" for content in boxed(answer)]
-    found = [parse(one, parsing_timeout=None) for one in answers]
-    references = [parse(_boxed(one), parsing_timeout=None) for one in accepted]
-    pairs = [(reference, one) for one in found for reference in references if one]
-    right = any(verify(reference, one, timeout_seconds=None) for reference, one in pairs)
+        contents = [normal(content) for content in boxed(answer)]
+        pairs = [pair for content in contents for one in accepted for pair in readings(_plain(one), content)]
+        read_as = {text: read(f"\\boxed{{{text}}}") for text in dict.fromkeys(one for pair in pairs for one in pair)}
+        found = [read_as[content] for _, content in pairs]
+        compared = [(read_as[reference], read_as[content]) for reference, content in pairs]
+    else:
+        found = [read(answer)]
+        compared = [(read(f"\\boxed{{{_plain(one)}}}"), found[0]) for one in accepted]
+    right = any(bool(one) and verify(reference, one, timeout_seconds=None) for reference, one in compared)
     return {"right": right, "parsed": any(found)}
 
 
-def _boxed(text: str) -> str:
-    """A bare expression as math-verify reads it best."""
-    plain = "\\boxed" not in text and "$" not in text.replace("\\$", "")
-    return f"\\boxed{{{normal(text)}}}" if plain else text
+def _plain(reference: str) -> str:
+    """A reference without the box or the signs of mathematics around it, normalised."""
+    if "\\boxed" in reference:
+        reference = (boxed(reference) or [reference])[0]
+    inner = reference.strip().removeprefix("$").removesuffix("$")
+    return normal(inner if "$" not in inner.replace("\\$", "") else reference)
 
 
 KNOWN = (
@@ -172,6 +180,7 @@ KNOWN = (
         (r"5\text{ cm}", "5", True),
         (r"90^\circ", "90", True),
         ("5!", "120", True),
+        (r"10\%,20\%", r"20\%,10\%", True),
         ("x", "y", False),
     ),
 )

@@ -28,14 +28,15 @@ _SIGNS = str.maketrans(
 )
 _SPACE = r"(?:[ ~]|\\[,;: ])"
 _FIXED = (
+    (re.compile(r"~|\\\$"), " "),
+    (re.compile(r"^(?:\s|\\[ ,;:!])+|(?:\s|\\[ ,;:!\\]|[.,;:])+$"), ""),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(rf"(?<![\d.,])(\d{{1,3}})((?:{_SPACE}\d{{3}})+)(?![\d/])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
+    (re.compile(r"^([+-]?\d{1,3})((?:(?:,|\{,\}|,\\!)\d{3})+)(?![\d,])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
     (re.compile(rf"(?<![\d./])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])"), r"\1 \\frac{\2}{\3}"),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])"), lambda m: rf"{m[1]} \times 10^{{{int(m[2])}}}"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"\\text\{\s*\(?([A-Za-z])\)?[.:]?\s*\}"), r"\\text{\1}"),
-    (re.compile(r"~|\\\$"), " "),
-    (re.compile(r"(?:\s|\\\\|[.,;:])+$"), ""),
 )
 _REPEATING = re.compile(r"(\d+)\.(\d*)\\overline\{(\d{1,18})\}")
 _SHORT = "cm|mm|km|ft|mi|yd|kg|mg|lb|lbs|oz|ml|hr|hrs|min|sec|mph|kph|sq|m/s|km/h|cents?"
@@ -66,7 +67,7 @@ def _sign(one: str) -> str:
 def normal(text: str) -> str:
     """An answer or a reference, without what is around it, as math-verify reads it best."""
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKD', m[0])}}}", text)
-    text = "".join(one if one.isascii() else _sign(one) for one in text).translate(_SIGNS).strip()
+    text = "".join(one if one.isascii() else _sign(one) for one in text).translate(_SIGNS)
     text = _REPEATING.sub(_repeating, re.sub(r"\\sqrt\s+(\d+|\w)", r"\\sqrt{\1}", text))
     for pattern, instead in _FIXED:
         text = pattern.sub(instead, text)
@@ -75,6 +76,26 @@ def normal(text: str) -> str:
     if found and not _MEANT & set(found[2].lower().split()):
         return found[1]
     return rf"\text{{{text}}}" if _WORD.fullmatch(text) and text.lower() not in _MEANT else text
+
+
+_PERCENT = re.compile(r"([^%]*[^%\s\\])\s*(?:\\?%|percent(?:age)?|pct|\\text\{\s*(?:\\?%|percent(?:age)?|pct)\s*\})")
+
+
+def readings(reference: str, answer: str) -> list[tuple[str, str]]:
+    """Pairs of which one has to be equal: a percentage is the number before its sign, or its hundredth, but beside
+    another percentage, with which it shares the sign.
+    """
+    percents = [_PERCENT.fullmatch(one) for one in (reference, answer)]
+    if not any(percents):
+        return [(reference, answer)]
+    bare = [one if found is None else found[1] for one, found in zip((reference, answer), percents, strict=True)]
+    pairs = [(bare[0], bare[1])]
+    if not all(percents):
+        of_hundred = [
+            one if found is None else rf"\frac{{{one}}}{{100}}" for one, found in zip(bare, percents, strict=True)
+        ]
+        pairs.append((of_hundred[0], of_hundred[1]))
+    return pairs
 
 
 def boxed(text: str) -> list[str]:

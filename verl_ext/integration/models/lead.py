@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration import columns
+from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.engines import agent_gradients, update_step
 from verl_ext.integration.models.members import member
 from verl_ext.integration.models.side import ModelSide, own_parts
-from verl_ext.integration.parts.advantage.columns import dicts, fetch
+from verl_ext.integration.parts.advantage.columns import dicts
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.model_options import POLICY
 from verl_ext.integration.settings.options import OptionError

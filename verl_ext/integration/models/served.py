@@ -12,9 +12,7 @@ import asyncio
 from typing import Any
 
 import torch
-import transfer_queue as tq
 from omegaconf import open_dict
-from tensordict import TensorDict
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.single_controller.ray.base import split_resource_pool
 from verl.trainer.ppo.utils import need_reference_policy
@@ -24,8 +22,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from verl_ext.integration import checks
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.engines import token_kl
-from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.integration.settings import model_options
 
 
@@ -86,7 +84,7 @@ class Served:
         return batch  # no engine cuts it
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        found = fetch(batch, ["rollout_log_probs"])["rollout_log_probs"]
+        found = data_plane.fetch(batch, ["rollout_log_probs"])["rollout_log_probs"]
         _put(batch, "old_log_probs", found)
         if batch.extra_info.get(token_kl.WANTED):  # of each token, in an engine's form: one more before the response
             rows = [torch.zeros(len(row) + 1) for row in found.unbind()]
@@ -94,15 +92,13 @@ class Served:
         return batch
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        _put(batch, "ref_log_prob", fetch(batch, ["rollout_log_probs"])["rollout_log_probs"])
+        _put(batch, "ref_log_prob", data_plane.fetch(batch, ["rollout_log_probs"])["rollout_log_probs"])
         return batch
 
 
 def _put(batch: Any, column: str, rows: torch.Tensor) -> None:
     """Put a column into verl's store, which returns it if all rows of the run have it."""
-    tq.kv_batch_put(
-        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({column: rows}, batch_size=len(batch))
-    )
+    data_plane.write(batch, {column: rows})
 
 
 def _sharing(replica: Any, pool: Any, first: int) -> Any:

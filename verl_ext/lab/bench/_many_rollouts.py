@@ -139,8 +139,9 @@ async def play(worker: Any, count: int) -> dict[str, Any]:
     Raises:
         RuntimeError: trajectories failed.
     """
-    import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
+
+    from verl_ext.integration.compat import data_plane
 
     numbers, names = list(range(count)), [f"{count}-{number}" for number in range(count)]
     rows = [kinds()[number % 3][number // 3 % QUESTIONS] for number in numbers]
@@ -155,9 +156,9 @@ async def play(worker: Any, count: int) -> dict[str, Any]:
         await asyncio.wait(worker.background_tasks)
     watching.cancel()
     seconds, work = time.perf_counter() - begin, time.process_time() - worked
-    tags = (await tq.async_kv_list("train"))["train"]
+    tags = await asyncio.to_thread(data_plane.tags, "train")
     ended = sum(tags.get(name, {}).get("status") == "finished" for name in names)
-    await tq.async_kv_clear(list(tags), "train")
+    await asyncio.to_thread(data_plane.clear, "train", list(tags))
     if ended < count:
         raise RuntimeError(f"{count - ended} of {count} trajectories failed; the log says why")
     return {
@@ -218,8 +219,9 @@ def main(config: Any, most: int, start_ray: Callable[[Any], None]) -> dict[str, 
         start_ray: given the configuration.
     """
     import ray
-    import transfer_queue as tq
     from omegaconf import OmegaConf
+
+    from verl_ext.integration.compat import data_plane
 
     OmegaConf.set_struct(config, False)
     rollout = {"n": 1, "prompt_length": 1024, "response_length": LONGEST, "custom": {"multi_turn": {"max_turns": 3}}}
@@ -229,8 +231,8 @@ def main(config: Any, most: int, start_ray: Callable[[Any], None]) -> dict[str, 
     OmegaConf.resolve(config)
     start_ray(config)
     try:
-        tq.init(config.transfer_queue)
+        data_plane.start(config)
         return asyncio.run(measure(config, most))
     finally:
-        tq.close()
+        data_plane.stop()
         ray.shutdown()

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_ext.integration import columns
 from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.base import Part
@@ -40,7 +41,7 @@ class Columns(Part):
         return []
 
     def on_sample(self, batch: Any) -> Any:
-        found = fetch(batch, ["extra_fields", "loss_mask"])
+        found = data_plane.fetch(batch, ["extra_fields", "loss_mask"])
         data, masks = found.get("extra_fields"), found.get("loss_mask")
         if masks is not None:
             _mark_empty(batch, masks)
@@ -73,7 +74,7 @@ class Columns(Part):
             return
         from verl.workers.utils.padding import response_from_nested
 
-        found = fetch(self._batch, ["sum_pi_squared", "response_mask"])
+        found = data_plane.fetch(self._batch, ["sum_pi_squared", "response_mask"])
         if "sum_pi_squared" not in found:
             raise columns.RowFieldMissing(
                 "the training engine returned no sum_pi_squared with the old log-probabilities. It needs "
@@ -147,28 +148,18 @@ def take_out(batch: Any, keys: Sequence[str]) -> Any:
         keys: storage keys of the rows.
     """
     import torch
-    import transfer_queue as tq
-    from tensordict import TensorDict
 
-    masks = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=["response_mask"])
+    masks = data_plane.fetch(batch, ["response_mask"], keys)
     zeros = torch.nested.as_nested_tensor(
         [torch.zeros_like(row) for row in masks["response_mask"].unbind()], layout=torch.jagged
     )
-    fields = TensorDict({"response_mask": zeros, "loss_mask": zeros.clone()}, batch_size=len(keys))
     tags = [{columns.VALID: False}] * len(keys)
-    tq.kv_batch_put(keys=list(keys), partition_id=batch.partition_id, fields=fields, tags=tags)
+    data_plane.write(batch, {"response_mask": zeros, "loss_mask": zeros.clone()}, keys, tags)
     out = set(keys)
     for key, tag in zip(batch.keys, batch.tags, strict=True):
         if key in out:
             tag[columns.VALID] = False
     return batch
-
-
-def fetch(batch: Any, fields: Sequence[str]) -> Any:
-    """Fields of a batch from verl's store, in the order of its keys."""
-    import transfer_queue as tq
-
-    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 
 def dicts(column: Any) -> list[Any]:

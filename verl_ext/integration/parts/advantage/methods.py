@@ -17,7 +17,7 @@ from verl_ext.integration import columns, estimators
 from verl_ext.integration.columns import ActiveBatch, BatchError, split_key
 from verl_ext.integration.compat import verl_api
 from verl_ext.integration.estimators import ESTIMATORS
-from verl_ext.integration.metrics import learning_signal, trajectory_metrics
+from verl_ext.integration.metrics import at_limit, learning_signal, trajectory_metrics
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.advantage.columns import VERL_OTB
 from verl_ext.integration.parts.base import Part
@@ -58,6 +58,8 @@ class Methods(Part):
         check_advantages(data.batch["advantages"], keys, str(select(self.config.algorithm, "adv_estimator")))
         self.metrics.update(active.metrics)
         self.metrics.update(trajectory_metrics(active.columns, active.earned))
+        if limit := select(self.config.get("data"), "max_response_length"):
+            self.metrics.update(at_limit(active.columns, data.batch["response_mask"], int(limit)))
 
 
 class LearningSignal(Part):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl_ext.integration.columns import ActiveBatch
-from verl_ext.integration.parts.advantage.columns import fetch
+from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import OptionError, bypass, coerce, dataclass_of, read, select

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, is_real, own_trajectories
+from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
-from verl_ext.integration.parts.advantage.columns import dicts, fetch, take_out
+from verl_ext.integration.parts.advantage.columns import dicts, take_out
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import OptionError, coerce, discount, select
 from verl_ext.methods.groups import value_ids

@@ -17,7 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.integration.columns import TOKEN_COLUMNS, ActiveBatch, row_lacks
-from verl_ext.integration.parts.advantage.columns import engine_columns, fetch
+from verl_ext.integration.compat.data_plane import fetch
+from verl_ext.integration.parts.advantage.columns import engine_columns
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import option, select
 from verl_ext.methods.options import AtLeastOne

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_real
+from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.metrics import row_advantages
-from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.model_options import POLICY
 from verl_ext.integration.settings.options import option, select

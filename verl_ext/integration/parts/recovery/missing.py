@@ -24,6 +24,7 @@ from typing import Any
 
 from verl_ext.integration import store_notes
 from verl_ext.integration.columns import is_real, split_key
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import option, select
 from verl_ext.methods.options import Discount
@@ -179,7 +180,5 @@ def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:
         key: tag for key, tag in store_notes.read(store_notes.LOST).items() if tag.get("partition_id") == partition_id
     }
     if lost:
-        import transfer_queue as tq
-
-        tq.kv_clear(keys=list(lost), partition_id=store_notes.LOST)
+        data_plane.clear(store_notes.LOST, list(lost))
     return lost

@@ -14,6 +14,7 @@ import torch
 
 from verl_ext.integration import columns
 from verl_ext.integration.columns import ActiveBatch, demand
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.engines.agent_gradients import AGENT, AGENTS, KEY, metric
 from verl_ext.integration.parts.advantage.methods import told
 from verl_ext.integration.parts.base import Part
@@ -43,17 +44,13 @@ class AgentGradients(Part):
         return batch
 
     def before_update(self, batch: Any) -> Any:
-        import transfer_queue as tq
-        from tensordict import TensorDict
-
         updated = self.trainer.updated_rows(batch)
         others = [
             key not in updated or not columns.is_trained(tag) for key, tag in zip(batch.keys, batch.tags, strict=True)
         ]
         self._names, column = number_agents(self._agent_of, batch.keys, others)
-        fields = TensorDict({AGENT: column}, batch_size=len(batch))
         told = dict(batch.extra_info or {})  # by other parts; what the store returns has none
-        batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        batch = data_plane.write(batch, {AGENT: column})
         batch.extra_info.update(told | {AGENTS: len(self._names)})
         return batch
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_ext.integration.columns import ActiveBatch, is_trained
+from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.engines.update_step import FACTOR, LEARNING_RATE
-from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import coerce, not_extended, read, require_fsdp, select, updated
 from verl_ext.methods.length_lr import LengthLR

@@ -16,6 +16,7 @@ import torch
 
 from verl_ext.integration import store_notes
 from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.compat.wraps import STRICT
 from verl_ext.integration.dvp import (
     UNNORMALISED,
@@ -138,13 +139,11 @@ class Pruning(Part):
         self.outside = None
         if bypass(self.config) or (self.rho is None and not self.mismatch):
             return batch
-        import transfer_queue as tq
-        from tensordict import TensorDict
         from verl.workers.utils.padding import response_from_nested, response_to_nested
 
         of_set = [] if self.rho is None else [engine.IN_SET, engine.KEPT_MASS, engine.SET_SIZE]
         wanted = ["response_mask", "old_log_probs", "rollout_log_probs", *of_set]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
+        data = data_plane.fetch(batch, wanted)
         if any(name not in data for name in of_set):
             raise not_extended(f"{NOT_PRUNED}: it returned no {engine.IN_SET} with the old log-probabilities")
         mask = data["response_mask"]
@@ -157,9 +156,7 @@ class Pruning(Part):
         if not changed:
             return batch
         fields = {name: response_to_nested(value, mask) for name, value in changed.items()}
-        return tq.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
-        )
+        return data_plane.write(batch, fields)
 
     def _after(self, padded: Mapping[str, torch.Tensor], keys: list[str]) -> dict[str, torch.Tensor]:
         """The arithmetic of `after_old_log_prob` on [B, T] columns; returns the columns that change."""

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from verl_ext.integration.columns import ActiveBatch, demand, of_agents, own_rewards
+from verl_ext.integration.compat import data_plane
 from verl_ext.integration.engines import token_kl
 from verl_ext.integration.engines.update_step import NORMALISE, SKIPPED
-from verl_ext.integration.parts.advantage.columns import fetch
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.parts.update.rejection_metrics import SAMPLER, log_ppl_gap, rule_metrics, share_of
 from verl_ext.integration.settings import model_options
@@ -304,14 +304,14 @@ class RejectionRules(Part):
         """``token_kl`` [B, T] of the engine."""
         from verl.workers.utils.padding import response_from_nested
 
-        found = fetch(self._batch, [token_kl.COLUMN, "response_mask"])
+        found = data_plane.fetch(self._batch, [token_kl.COLUMN, "response_mask"])
         if token_kl.COLUMN not in found:
             raise not_extended(f"{token_kl.KEY}: the training engine has compared no distributions")
         return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
 
     def _turn_texts(self) -> np.ndarray:
         """[B] of what the model wrote in each row, also of what is kept out of the loss: a text for each stretch."""
-        found = fetch(self._batch, ["responses", "loss_mask"])
+        found = data_plane.fetch(self._batch, ["responses", "loss_mask"])
         responses, masks = found["responses"].unbind(), found["loss_mask"].unbind()
         texts, tokenizers = np.empty(len(responses), dtype=object), self.trainer.tokenizers()
         for row, (ids, mask, said) in enumerate(zip(responses, masks, self._said, strict=True)):
@@ -351,25 +351,20 @@ def normalise(config: Any) -> str:
 
 def store(batch: Any, mask: torch.Tensor) -> None:
     """Put a padded ``response_mask`` [B, T] of the batch into verl's store."""
-    import transfer_queue as tq
-    from tensordict import TensorDict
     from verl.workers.utils.padding import response_to_nested
 
-    nested = response_to_nested(mask, fetch(batch, ["response_mask"])["response_mask"])
-    fields = TensorDict({"response_mask": nested}, batch_size=len(batch))
-    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    nested = response_to_nested(mask, data_plane.fetch(batch, ["response_mask"])["response_mask"])
+    data_plane.write(batch, {"response_mask": nested})
 
 
 def forget(batch: Any, said: Sequence[Any]) -> None:
     """Take the sampler's distributions out of the rows' ``extra_fields``, here and in verl's store."""
-    import transfer_queue as tq
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack
 
     for row in said:
         for name in (token_kl.LOG_PROBS, token_kl.IDS):
             row.pop(name, None)
-    fields = TensorDict({"extra_fields": NonTensorStack(*map(NonTensorData, said))}, batch_size=len(batch))
-    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    data_plane.write(batch, {"extra_fields": NonTensorStack(*map(NonTensorData, said))})
 
 
 def _asked(of_trm: Mapping[str, Any]) -> int:

@@ -352,7 +352,6 @@ class OrchestraLoop(ChatLoop):
         columns: Mapping[str, Any],
     ) -> list[AgentLoopOutput]:
         calls = team.calls
-        kept = not failure or self.settings.on_failure != "exclude"
         # Of a trajectory that failed the outcome alone counts: a reward given before may not outlive what ended by it.
         rewards = [0.0 if failure or not call.received else float(call.reply.reward) for call in calls]
         if result.rewards:
@@ -361,7 +360,7 @@ class OrchestraLoop(ChatLoop):
         elif calls and not result.summed:
             rewards[max((place for place, call in enumerate(calls) if call.received), default=-1)] += result.outcome
         for call in calls:
-            call.completion.row.trained = kept and call.received
+            call.completion.row.trained = call.received and not (failure and self.settings.on_failure == "exclude")
         if not calls:
             agent = next(agent for agent in lineup.agents if agent.model in self.voices)
             voice = self.voices[agent.model]

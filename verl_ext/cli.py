@@ -292,6 +292,9 @@ COMMANDS = (
     _room("reproduce", "the tables of the papers: what they are, run them, collect them", extras=True),
     Command("environments", "environments that are here, and what others need", _no_arguments, _run_environments),
     _room("play", "play an environment in the terminal, as a model sees it", "lab.play"),
+    _room(
+        "template", "what a chat template makes of a conversation, and which agent loops play with it", "lab.template"
+    ),
     _room("rollouts", "read the rollouts of a run, as text or in a browser", "lab.transcripts.command"),
     _room("whatif", "what other estimators would have done with the recorded batches of a run"),
     _room("plan-models", "what several models ask of a GPU", "integration.models.command", extras=True),

@@ -147,3 +147,36 @@ def chat_of_family(name: str) -> Any:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(name)
     return chat_of(tokenizer, builder_of(tokenizer, family.model_type, chat_template_kwargs=family.kwargs))
+
+
+COLUMNS = ("family", "an answer ends with", "system", "late system", "thinking", "calls of tools")
+LOOPS = ("multi-turn, kernels", "step-wise", "teams", "with tools")
+
+
+def table() -> str:
+    """What the trial says of each family, for `docs/templates.md`."""
+    from verl_ext.rollout.shared import trial
+
+    lines = [f"| {' | '.join((*COLUMNS, *LOOPS))} |", "|---" * len((*COLUMNS, *LOOPS)) + "|"]
+    for name, family in FAMILIES.items():
+        chat = chat_of_family(name)
+        traits = trial.traits(chat)
+
+        def verdict(loop: str, tools: bool = False, chat: Any = chat) -> str:
+            return "refused" if trial.refusals(chat, loop, tools) else "works"
+
+        cells = [
+            family.title,
+            f"`{end}`" if (end := trial.ends(chat)) else "what opens the next turn",
+            *(traits[one] for one in ("system message", "late system message", "thinking", "calls")),
+            verdict("verl_ext_multi_turn"),
+            verdict("verl_ext_step_wise"),
+            verdict("verl_ext_orchestra"),
+            verdict("verl_ext_multi_turn", True),
+        ]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -388,6 +388,25 @@ def test_arguments_of_many_levels_lose_no_rollout(with_tools: Any) -> None:
     assert rows[-1].extra_fields["reward_extra_info"]["failure_tool_error"] == 1.0
 
 
+def test_calls_that_are_spelled_wrongly_are_one_line_of_the_log(
+    with_tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = '<tool_call>{"name": "test_multi_turn_add", "arguments": </tool_call>'
+    play(with_tools, [wrong, f"{wrong} ", "12"], options={"tools": ["test_multi_turn_add"]}, **TOOLS)
+    said = [one for one in caplog.records if "Failed to decode tool call" in one.getMessage()]
+    assert len(said) <= 1 and {one.levelname for one in said} <= {"WARNING"}
+
+
+def test_an_overlong_prompt_is_told_with_what_makes_it_so(with_tools: Any) -> None:
+    options = {"tools": ["test_multi_turn_add"]}
+    with pytest.raises(
+        ValueError, match=r"name fewer tools, whose schemas are \d+ of them \(data.filter_overlong_prom"
+    ):
+        play(with_tools, ["12"], options=options, prompt_length=90)
+    with pytest.raises(ValueError, match="or set data.filter_overlong_prompts=True"):
+        play(with_tools, ["12"], options=options, prompt_length=8)
+
+
 def test_an_answer_of_which_no_prompt_can_be_made_is_a_failed_sample(
     with_tools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

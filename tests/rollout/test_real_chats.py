@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, chat_of_family, tokenizer_of
+from families import FAMILIES, chat_of_family, table, tokenizer_of
 from loops import config_of, make_loop
+from omegaconf import OmegaConf
 from verl.tools.function_tool import function_tool
 from verl.utils.tokenizer.continuous_token_wiring import _MODEL_TYPE_TO_FAMILY
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.cli import main
+from verl_ext.integration.settings.options import OptionError
 from verl_ext.rollout import multi_turn, step_wise
 from verl_ext.rollout.environments import runner
 from verl_ext.rollout.orchestra import agent, loop, orchestra
+from verl_ext.rollout.shared import trial
 from verl_ext.rollout.shared.probes import Refusal
 
 pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("fresh_fates")]
@@ -305,3 +310,139 @@ def test_a_team(name: str, late: bool, tmp_path: Path) -> None:
             again = [{"role": "user", "content": "Once more.\n\nNow."}]
     conversation = [system, USER, {"role": "assistant", "content": WHOLE}, *again]
     assert engine.prompts[1] == encode(tokenizer, rendered(name, conversation)), tokenizer.decode(engine.prompts[1])
+
+
+# ---- the trial at launch ----
+
+
+def saved(tokenizer: Any, folder: Path, template: str) -> Path:
+    """A model's folder with a small tokenizer and this template, as far as the launcher reads it."""
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = before
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return folder
+
+
+def launched(folder: Path, agent_loop: str, **options: Any) -> None:
+    """What the launcher checks of a run."""
+    own = {"multi_turn": options} if options else {}
+    rollout = {"agent": {"default_agent_loop": agent_loop}, "custom": own}
+    actor = {"model": {"path": str(folder)}, "rollout": rollout}
+    trial.check(OmegaConf.create({"actor_rollout_ref": actor, "data": {}, "verl_ext": {}}))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ONE_QUESTION = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length > 1 %}"
+    "{{ raise_exception('Only one question, please.') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "agent_loop", "options", "said"),
+    [
+        (CHATML, "verl_ext_multi_turn", {}, ""),
+        (ONE_QUESTION + CHATML, "verl_ext_step_wise", {}, ""),
+        (ONE_QUESTION + CHATML, "verl_ext_multi_turn", {}, "further question after .* Only one question, please"),
+        (ONE_QUESTION + CHATML, "verl_ext_kernels", {}, "further question after .* Only one question, please"),
+        (CHATML.partition("{% if add")[0], "verl_ext_step_wise", {}, "opens no answer: .*im_start.*assistant"),
+        (
+            CHATML,
+            "verl_ext_multi_turn",
+            {"tools": ["add"]},
+            "does not show the model its tools: .*tools_in_prompt=true",
+        ),
+        (CHATML, "verl_ext_multi_turn", {"tools": ["add"], "tools_in_prompt": True}, ""),
+        ("{{ messages[0].missing.field }}", "verl_ext_orchestra", {}, "a question: 'dict object' has no attribute"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "verl_ext_gateway", {}, "leaves out a question or"),
+        ("{{ messages[0].content }}", "single_turn_agent", {}, ""),
+    ],
+)
+def test_a_template_that_a_loop_cannot_play_with_is_refused_before_ray(
+    tokenizer: Any, tmp_path: Path, capsys: Any, template: str, agent_loop: str, options: Any, said: str
+) -> None:
+    """In its own words, with the remedy; `verl-ext template` says the same."""
+    folder = saved(tokenizer, tmp_path, template)
+    if not said:
+        launched(folder, agent_loop, **options)
+        return
+    with pytest.raises(OptionError, match=f"the chat template of .* {agent_loop}: .*{said}"):
+        launched(folder, agent_loop, **options)
+    tools = ["--tools"] if options else []
+    assert main(["template", str(folder), "--loop", agent_loop, *tools]) == 1
+    assert re.search(said, capsys.readouterr().out.replace("\n", " "))
+
+
+def test_the_trial_as_a_person_reads_it(tokenizer: Any, tmp_path: Path, capsys: Any) -> None:
+    assert main(["template", str(saved(tokenizer, tmp_path, CHATML)), "--loop", "verl_ext_multi_turn"]) == 0
+    told = capsys.readouterr().out
+    cut = "What is 3 + 9?<|im_end|>\n<|im_start|>assistant\n"
+    again = "<|im_end|>\n<|im_start|>user\nThat is not right. Try again.<|im_end|>\n<|im_start|>assistant\n"
+    assert cut in told and again in told and "verl's QwenContinuousTokenBuilder" in told
+    assert re.search(r"verl_ext_multi_turn +works", told) and "late system message   shown where it stands" in told
+    assert main(["template", str(tmp_path), "--loop", "verl_ext_multiturn"]) == 2
+    assert "there is no agent loop 'verl_ext_multiturn'" in capsys.readouterr().err
+
+
+def test_the_table_in_the_docs() -> None:
+    """Made by ``python tests/rollout/families.py``."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
+    assert table() in page.read_text(encoding="utf-8")
+
+
+def function_call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_that_a_client_sends_is_left_out(name: str) -> None:
+    """A developer's rules, content in parts and none, two calls at once with arguments as JSON, a late system message,
+    a user twice: all words are there, the arguments are no JSON in JSON, and BOS is there once."""
+    chat, tokenizer = chat_of_family(name), tokenizer_of(name)
+    calls = [
+        function_call("look", json.dumps({"word": "aardvark"}), id="call_0123456789abcdef"),
+        function_call("look", json.dumps({"word": "badger"}), id="call_fedcba9876543210"),
+    ]
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief, dear wombat."}]},
+        {"role": "system", "content": "Mind the quokka."},
+        {"role": "user", "content": "Which animals are there?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "It digs tunnels.", "tool_call_id": "call_0123456789abcdef"},
+        {"role": "tool", "content": "It has stripes.", "tool_call_id": "call_fedcba9876543210"},
+        {"role": "assistant", "content": "Two of them."},
+        {"role": "system", "content": "Now mind the echidna."},
+        {"role": "user", "content": "And then?"},
+        {"role": "user", "content": [{"type": "text", "text": "Say it."}], "tool_calls": None},
+    ]
+    before = json.loads(json.dumps(messages))
+    ids = chat.prompt(messages)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    words = ("dear wombat.", "quokka", "Which animals", "aardvark", "badger", "tunnels", "stripes", "Two of them.")
+    for word in (*words, "echidna", "And then?", "Say it."):
+        assert text.count(word) == 1, (word, text)
+    assert '\\"' not in text and "None" not in text, text
+    assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1
+    assert ids == chat.prompt(messages) and before == messages
+    with pytest.raises(Refusal, match="block of the type 'image_url'"):
+        chat.prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_calls_at_once_are_followed_by_what_both_tools_say(name: str) -> None:
+    chat, tokenizer = chat_of_family(name), tokenizer_of(name)
+    calls = [function_call("look", {"word": word}, id=f"call0000{n}") for n, word in enumerate(("aardvark", "badger"))]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    heard = [
+        {"role": "tool", "content": "It digs tunnels.", "tool_call_id": "call00000"},
+        {"role": "tool", "content": "It has stripes.", "tool_call_id": "call00001"},
+    ]
+    ids = chat.prompt([USER]) + encode(tokenizer, "aardvark, badger")
+    after = chat.follow([USER, said], heard, ids)
+    text = tokenizer.decode(after[len(ids) :], skip_special_tokens=False)
+    assert after[: len(ids)] == ids and text.index("It digs tunnels.") < text.index("It has stripes.")
+    assert "aardvark" not in text and "badger" not in text

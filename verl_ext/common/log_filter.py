@@ -7,14 +7,23 @@ import logging
 
 
 class Once(logging.Filter):
-    """Lets each message of a logger through once in a process."""
+    """Lets each message of a logger through once in a process.
 
-    def __init__(self) -> None:
+    Args:
+        begins: only messages that begin so, which count as one whatever follows; it is said as a warning.
+    """
+
+    def __init__(self, begins: str = "") -> None:
         super().__init__()
+        self.begins = begins
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
+        if self.begins:
+            if not message.startswith(self.begins):
+                return True
+            message, record.levelno, record.levelname = self.begins, logging.WARNING, "WARNING"
         new = message not in self._said
         self._said.add(message)
         return new

@@ -60,9 +60,10 @@ class AgentLoops(Part):
 
             read_threads(config)
         if verl_api.agent_loops(config):
-            from verl_ext.rollout.shared import text_only
+            from verl_ext.rollout.shared import text_only, trial
 
             text_only.check(config)
+            trial.check(config)
         poll_interval_s(config)
         default = str(select(config.actor_rollout_ref.rollout.get("agent"), "default_agent_loop"))
         ours = (verl_api.loops_named(config) or {default}) & set(registrations.AGENT_LOOPS)

@@ -177,9 +177,11 @@ class Probes:
                 text = self.text([{**SYSTEM, "role": role}, ASKED])
             except Refusal:
                 return ""
-            return text.replace(role, "ROLE") if RULES in text and QUESTION in text else ""
+            return text if RULES in text and QUESTION in text else ""
 
-        return bool(shown("developer")) and shown("developer") not in (shown("system"), shown("bystander"))
+        text = shown("developer")
+        any_role = shown("bystander").replace("bystander", "developer")
+        return bool(text) and text not in (shown("system"), any_role)
 
     def shows_role(self, role: str) -> str:
         """Why it does not show a message of some other role; empty if it does."""

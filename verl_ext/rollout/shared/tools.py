@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import re2
 import regex
 from verl.utils.profiler import simple_timer
 
+from verl_ext.common.log_filter import Once
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.methods.options import Count, Positive
 from verl_ext.rollout.shared import mcp_tools
@@ -233,8 +235,10 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
     verl's take time quadratic in an answer that repeats an opening tag, in the event loop. What RE2 can't compile, or
     what the parser hands to the module ``regex`` (``gpt-oss``), stays as it is.
     """
+    from verl.experimental.agent_loop import tool_parser
     from verl.experimental.agent_loop.tool_parser import ToolParser
 
+    _quieten(tool_parser.logger)
     parser = ToolParser.get_tool_parser(name, tokenizer)
     if name == "gpt-oss":
         return parser
@@ -246,6 +250,12 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
             except re2.error:
                 logger.debug("the pattern %s of the tool parser %s stays verl's", field, name)
     return parser
+
+
+@functools.cache
+def _quieten(log: logging.Logger) -> None:
+    """A call that a model spells wrongly is an answer, not an error of the run: verl has a line in the log for each."""
+    log.addFilter(Once("Failed to decode tool call"))
 
 
 async def read_calls(parser: Any, ids: Sequence[int], schemas: Sequence[Any]) -> tuple[str, list[Any]]:

@@ -57,6 +57,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_op
 
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row, read_options
+from verl_ext.rollout.environments.panel import task_of_row
 from verl_ext.rollout.environments.protocol import (
     FAULTS,
     GARBAGE,
@@ -236,7 +237,7 @@ class StepWiseLoop(ChatLoop):
         broken: EnvironmentFault | None = None
         session = self._session(name, arguments)
         try:
-            self._see(episode, await session.reset(seed))
+            self._see(episode, await session.reset(seed, task_of_row(kwargs)))
             episode.task = self.plain.text(episode.observation.task)
             for _ in range(options.max_steps):
                 ids, cut = await self._prompt(system, prompt, episode)

@@ -82,6 +82,9 @@ class Result:
     # The paper's numbers (columns of `Published`) with ``ours``, its ``low`` and ``high``, ``gap`` (ours less the
     # paper's) and ``verdict``; empty at laptop scale, where they are not comparable.
     beside: pandas.DataFrame
+    panels: Mapping[
+        str, str
+    ]  # of environments' tasks, by data set: how many, and the digest, by seed where they differ
     versions: Mapping[str, Sequence[str]]  # of the packages that the runs were made with, by name
     dates: tuple[str, str] | None  # first and last day on which the runs were made (ISO)
     problems: Sequence[str]  # what is missing, left out or odd, a sentence each
@@ -144,6 +147,7 @@ def collect(table: Table, scale: str, out: Path) -> Result:
         curves=_curves(runs),
         differences=_differences(part, values),
         beside=_beside(table, values) if scale == "full" else pandas.DataFrame(),
+        panels=_panels(runs, notes),
         versions=_versions(runs, notes),
         dates=(days[0], days[-1]) if days else None,
         problems=notes.texts(),
@@ -256,6 +260,22 @@ def _limits(runs: Sequence[Run], notes: Notes) -> dict[str, int]:
             last = f"all are used up to step {same['end'].min()}, the last in common"
             notes.add(f"runs end at different steps ({said}): {last}")
     return plans["end"].transform("min").groupby(frame["cell"]).min().to_dict()
+
+
+def _panels(runs: Sequence[Run], notes: Notes) -> dict[str, str]:
+    found: dict[str, dict[int, str]] = {}
+    for run in runs:
+        for name, panel in (run.record.get("panels") or {}).items():
+            own = found.setdefault(name, {}).setdefault(run.seed, panel)
+            if own != panel:
+                notes.add(f"{name}: other tasks ({panel}) than in another cell ({own})", run.cell, run.seed)
+    texts = {}
+    for name, by_seed in found.items():
+        one = set(by_seed.values())
+        texts[name] = (
+            one.pop() if len(one) == 1 else "; ".join(f"seed {key}: {by_seed[key]}" for key in sorted(by_seed))
+        )
+    return texts
 
 
 def _versions(runs: Sequence[Run], notes: Notes) -> dict[str, list[str]]:

@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import json
 import os
-import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter
 
 from verl_ext.common.overrides import Failure
 from verl_ext.lab.report.logs import natural_order
-from verl_ext.lab.reproduce import plan
+from verl_ext.lab.reproduce import panels, plan
 from verl_ext.lab.reproduce.catalogue import load_yaml
 from verl_ext.lab.reproduce.tables import Certainty, Table
 from verl_ext.recipes import suggestion
@@ -267,20 +266,6 @@ def _row(source: Source, record: Mapping[str, Any], number: int) -> dict[str, An
     }
 
 
-def environment_rows(source: Source) -> list[dict[str, Any]]:
-    """Rows of an environment's tasks, as the step-wise loop plays them."""
-    from verl_ext.rollout.environments.data import build_rows
-
-    rows: list[dict[str, Any]] = []
-    for seed in source.draw["with"]:
-        drawn = random.Random(seed).sample(range(source.draw["below"]), source.draw["count"])
-        rows += build_rows(source.environment, drawn, source.kwargs)
-    for number, row in enumerate(rows):
-        row["data_source"] = source.data_source
-        row["extra_info"]["index"] = number
-    return rows
-
-
 def prepare(
     source: Source, folder: Path, *, local: Path | None = None, table: str = "TABLE", any_count: bool = False
 ) -> dict[str, Any]:
@@ -296,12 +281,13 @@ def prepare(
     if (found := verify(source.name, folder)) is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    path = target_of(source, folder)
+    path, panel = target_of(source, folder), None
     work = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if source.kind == "environment":
             origin = f"seeds of {source.environment}"
-            count = _write_rows(environment_rows(source), work)
+            rows, why = panels.environment_rows(source)
+            count, panel = _write_rows(rows, work), panels.write(source.name, rows, why, folder)
         else:
             records, origin = _records(source, local, table)
             write = _write_corpus if source.kind == "corpus" else _write_records
@@ -315,6 +301,7 @@ def prepare(
             )
         about = {"name": source.name, "rows": count, "expected": source.rows, "certainty": source.certainty}
         about |= {"sha256": digest_of(work), "definition": source.digest, "origin": origin, "license": source.license}
+        about |= {"panel": panel} if panel else {}
         os.replace(work, path)
     finally:
         work.unlink(missing_ok=True)
@@ -433,6 +420,10 @@ def main(
         how = "checked" if there else f"from {manifest['origin']}"
         rights = f"; license {manifest['license'] or 'not known'}" if one.kind != "environment" else ""
         print(f"{name}: {manifest['rows']} rows{expected} in {target_of(one, folder)}, {how}{rights}", flush=True)
+        if panel := manifest.get("panel"):
+            print(f"  panel {panel['digest'][: panels.AS_LONG]} in {name}.panel.json", flush=True)
+            if panel["without_fingerprints"]:
+                print(f"  its tasks have seeds, and no fingerprints to check: {panel['without_fingerprints']}")
         if one.note and not there:
             print(f"  {one.note.strip()}")
         if memory_mb and one.kind == "kernel_code":

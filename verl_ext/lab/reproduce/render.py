@@ -246,7 +246,7 @@ def plain(result: Result) -> dict[str, Any]:
         "metrics": {name: asdict(spec) for name, spec in scale.metrics.items()},
         "published": [asdict(one) for one in table.numbers],
         **{key: json.loads(frame.to_json(orient="records", double_precision=15)) for key, frame in frames.items()},
-        **{key: getattr(result, key) for key in ("versions", "dates", "problems", "commands")},
+        **{key: getattr(result, key) for key in ("panels", "versions", "dates", "problems", "commands")},
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from verl_ext import __version__
 from verl_ext.common.overrides import Failure
 from verl_ext.lab.report.logs import is_begun, read_lines
-from verl_ext.lab.reproduce import plan
+from verl_ext.lab.reproduce import panels, plan
 from verl_ext.lab.reproduce.tables import Scale, Table
 
 RECORD = "cell.json"
@@ -186,6 +186,8 @@ class Run:
         record = self.record
         seconds = round(record.get("seconds", 0.0) + seconds, 1)
         ended = {"state": state, "exit_code": code, "seconds": seconds, "ended": time.strftime(_TIME)}
+        if found := panels.of_command(self.path / "command.txt"):
+            ended["panels"] = found
         self._write(record | ended)
 
     @contextlib.contextmanager

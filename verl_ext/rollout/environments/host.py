@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext.rollout.environments.panel import check_task
 from verl_ext.rollout.environments.protocol import (
     ERROR,
     EnvironmentFault,
@@ -81,7 +82,9 @@ def _answer(environment: Any, call: Mapping[str, Any], folder: str) -> dict[str,
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
-        return to_wire(reset_result(environment.reset(call["seed"])))
+        seen = reset_result(environment.reset(call["seed"]))
+        check_task(environment, call["seed"], seen, call.get("task", ""))
+        return to_wire(seen)
     return to_wire(step_result(environment.step(call["action"])))
 
 

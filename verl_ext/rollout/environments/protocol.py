@@ -14,6 +14,10 @@ An environment class has
     episode counts as a success if its rewards sum to more than 0.
 ``close()``
     optional.
+``identify(seed: int)``
+    optional: plain data that is the same on every machine where, and only where, the seed's task is the same, such as a
+    game's name and checksum; asked after a reset with that seed. Without it, or where it is None, tasks are told apart
+    by their first observation (:mod:`verl_ext.rollout.environments.panel`).
 
 and optionally the class attributes
 

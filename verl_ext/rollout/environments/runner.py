@@ -319,7 +319,7 @@ class ProcessSession(Session):
         self.places: _Places | None = None
         self.healthy = False
 
-    async def reset(self, seed: int) -> Observation:
+    async def reset(self, seed: int, task: str = "") -> Observation:
         places = _places.setdefault(asyncio.get_running_loop(), _Places(self.processes))
         await places.free.acquire()  # the time until a process is free is not the environment's
         self.places = places
@@ -328,7 +328,7 @@ class ProcessSession(Session):
             async with places.orders:
                 await self.connection.open()
             await self.connection.call(None, "making it", self.reset_timeout_s)
-        return await self._ask(Observation, {"do": "reset", "seed": int(seed)}, self.reset_timeout_s)
+        return await self._ask(Observation, {"do": "reset", "seed": int(seed), "task": task}, self.reset_timeout_s)
 
     async def step(self, action: str) -> Step:
         return await self._ask(Step, {"do": "step", "action": action}, self.step_timeout_s)

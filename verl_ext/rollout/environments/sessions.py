@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl_ext.rollout.environments import protocol
 from verl_ext.rollout.environments.host import explain
+from verl_ext.rollout.environments.panel import check_task
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Observation, Step
 from verl_ext.rollout.shared.contain import contained
 
@@ -18,12 +19,12 @@ T = TypeVar("T")
 class Session(Protocol):
     """One environment, played by one trajectory: ``reset`` once, then ``step``, then ``close``."""
 
-    async def reset(self, seed: int) -> Observation:
-        """Begin the episode of a seed.
+    async def reset(self, seed: int, task: str = "") -> Observation:
+        """Begin the episode of a seed, whose fingerprint is `task` (see :mod:`verl_ext.rollout.environments.panel`).
 
         Raises:
             EnvironmentFault: the environment raised, hung, ended, or returned garbage.
-            EnvironmentUnavailable: no trajectory of the run can use it.
+            EnvironmentUnavailable: no trajectory of the run can use it, or the seed is another task here.
         """
 
     async def step(self, action: str) -> Step:
@@ -57,8 +58,10 @@ class LoopSession(Session):
         except Exception as error:
             raise EnvironmentFault(protocol.ERROR, explain(error)) from error
 
-    async def reset(self, seed: int) -> Observation:
-        return await self._call("reset", seed, self.reset_timeout_s, protocol.reset_result)
+    async def reset(self, seed: int, task: str = "") -> Observation:
+        seen = await self._call("reset", seed, self.reset_timeout_s, protocol.reset_result)
+        check_task(self.environment, seed, seen, task)
+        return seen
 
     async def step(self, action: str) -> Step:
         return await self._call("step", action, self.step_timeout_s, protocol.step_result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
 import re
@@ -136,6 +137,14 @@ class AlfworldEnvironment:
         text = str(texts[0]).strip()
         task = _TASK.search(text)
         return Observation(text, self._actions(infos), f"Your task is to: {task.group(1).strip()}" if task else "")
+
+    def identify(self, seed: int) -> list[str]:
+        """The game's place below its split's folder, and its checksum."""
+        every = games(*self.arguments).game_files
+        file = Path(every[seed % len(every)])
+        folder = data_folder(self.arguments[0]) / SPLITS[self.arguments[1]]
+        place = file.relative_to(folder) if file.is_relative_to(folder) else Path(file.name)
+        return [place.as_posix(), hashlib.sha256(file.read_bytes()).hexdigest()]
 
     @staticmethod
     def _actions(infos: Mapping[str, Any]) -> tuple[str, ...]:

@@ -256,6 +256,11 @@ class GymnasiumEnvironment:
         observation, _ = self.env.reset(seed=seed)
         return self._observe(observation)
 
+    def identify(self, seed: int) -> list[str] | None:
+        """The map, where there is one: its first view need not show it."""
+        tiles = getattr(self.env.unwrapped, "desc", None)
+        return None if tiles is None else [self.id, *(b"".join(row).decode() for row in tiles)]
+
     def step(self, action: str) -> tuple[Observation, float, bool, dict[str, Any]]:
         """Act by the action's name."""
         if action not in self.actions:

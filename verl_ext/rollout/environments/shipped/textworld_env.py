@@ -102,6 +102,10 @@ class TextWorldEnvironment:
                 shutil.rmtree(work, ignore_errors=True)
         return folder / "game.z8"
 
+    def identify(self, seed: int) -> str:
+        """The checksum of the game as TextWorld describes it: rooms, objects, quests and grammar."""
+        return hashlib.sha256(self.game_file(seed).with_suffix(".json").read_bytes()).hexdigest()
+
     def reset(self, seed: int) -> Observation:
         """Begin the game of a seed; its objective is the task."""
         import textworld

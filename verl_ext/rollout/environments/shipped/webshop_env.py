@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from verl_ext.rollout.environments.protocol import EnvironmentUnavailable, Observation
@@ -92,6 +93,13 @@ class WebShopEnvironment:
         text, _ = self.env.reset(session=goal)
         task = str(self.env.instruction_text).removeprefix("Instruction:").strip()
         return Observation(str(text), self._actions(), task)
+
+    def identify(self, seed: int) -> list[Any] | None:
+        """The goal's product, wish and options."""
+        goal = self.env.server.goals[self.first_goal + seed % self.goals]
+        if not isinstance(goal, Mapping):
+            return None
+        return [str(goal.get(key)) for key in ("asin", "instruction_text", "goal_options", "price_upper")]
 
     def step(self, action: str) -> tuple[Observation, float, bool, dict[str, Any]]:
         """``search[words]`` or ``click[name]``; WebShop shows the same page again for anything else."""

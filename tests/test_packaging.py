@@ -101,7 +101,8 @@ def test_wheel_carries_the_recipes(built: dict[str, Path], source: str, tmp_path
     assert found["files"] == expected_files()
     assert found["names"] == expected_names()
     assert found["tables"] == list(table_paths()) and "otb/samples" in found["tables"]
-    assert (tmp_path / "site" / "verl_ext" / "lab" / "reproduce" / "sources.yaml").is_file()
+    for name in ("sources.yaml", "publications.yaml"):
+        assert (tmp_path / "site" / "verl_ext" / "lab" / "reproduce" / name).is_file()
     assert Path(found["root"]) == tmp_path / "site" / "verl_ext" / "_recipes"
     assert found["uri"] == f"file://{found['root']}"
     assert not found["module"], "the wheel installs an importable package named `recipe`"

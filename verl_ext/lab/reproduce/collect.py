@@ -79,7 +79,7 @@ class Result:
     # has a single seed or the seeds have no spread. To the table's baseline, in the order of cells and metrics; then
     # those of the scale's `versus`.
     differences: pandas.DataFrame
-    # The paper's numbers (columns of `Published`) with ``ours``, its ``low`` and ``high``, ``gap`` (ours less the
+    # The paper's numbers (columns of `PublishedNumber`) with ``ours``, its ``low`` and ``high``, ``gap`` (ours less the
     # paper's) and ``verdict``; empty at laptop scale, where they are not comparable.
     beside: pandas.DataFrame
     panels: Mapping[

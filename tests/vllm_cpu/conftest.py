@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
-from harness import REWARD, Lab, make_data, make_model  # noqa: E402
+from harness import Lab  # noqa: E402
+from served import make_lab  # noqa: E402
 
 PYTHON = os.environ.get("VERL_EXT_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
 
@@ -27,25 +28,9 @@ def vllm_python() -> str:
     return PYTHON
 
 
-def sharpen(folder: Path, factor: float = 8.0) -> None:
-    """Scale the output layer, so that an untrained model has probable and improbable tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.lm_head.weight.data.mul_(factor)
-    model.save_pretrained(folder)
-
-
 @pytest.fixture(scope="session")
 def vllm_lab(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Lab:
-    root = tmp_path_factory.mktemp("vllm")
-    model = make_model(root / "model")
-    sharpen(model)
-    data = make_data(root)
-    reward = root / "reward.py"
-    reward.write_text(REWARD)
-    (root / "loops.yaml").write_text("- {name: recording, _target_: recording_loop.Recording}\n")
-    return Lab(model=model, data=data, reward=reward, root=root, python=vllm_python)
+    return make_lab(tmp_path_factory.mktemp("vllm"), vllm_python)
 
 
 @pytest.fixture(scope="session")

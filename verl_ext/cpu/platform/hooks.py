@@ -47,6 +47,20 @@ def _weight_sync(module: Any) -> None:
         module._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_ext.cpu.platform.vllm_cpu_sync.WatchedServerAdapter"
 
 
+def _sglang(module: Any) -> None:
+    if _on_cpu():
+        from verl_ext.cpu.platform import sglang_cpu_process
+
+        sglang_cpu_process.prepare()
+
+
+def _sglang_server(module: Any) -> None:
+    if _on_cpu():
+        from verl_ext.cpu.platform import sglang_cpu_process
+
+        sglang_cpu_process.fork_processes(module)
+
+
 def _weight_transfer(module: Any) -> None:
     if _on_cpu():
         from verl_ext.cpu.platform.gloo_transfer import GlooCheckpointEngine
@@ -58,6 +72,9 @@ HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "verl.checkpoint_engine.base": ("registering the weight transfer over gloo", _weight_transfer),
     "verl.utils.distributed": ("preparing the CPU process group", _process_group),
     "verl.workers.engine.fsdp.transformer_impl": ("registering the CPU engines", _engines),
+    # Its submodules import SGLang.
+    "verl.workers.rollout.sglang_rollout": ("preparing the import of SGLang", _sglang),
+    "verl.workers.rollout.sglang_rollout.async_sglang_server": ("preparing SGLang's processes", _sglang_server),
     "verl.workers.rollout.replica": ("registering the embedded rollout engine", _replica),
     "verl.workers.rollout.base": ("registering the weight sync of the rollout engines", _weight_sync),
 }

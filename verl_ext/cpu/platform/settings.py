@@ -18,13 +18,14 @@ def complete(config: Any) -> None:
     process, and CPUs enough for the actors that verl starts beside them. A Ray cluster that is already running keeps
     what it was started with: it must offer the same logical resources.
     """
-    from verl_ext.cpu.platform import fork_worker, vllm_cpu
+    from verl_ext.cpu.platform import fork_worker, sglang_cpu, vllm_cpu
 
     vllm_cpu.complete(config)
+    sglang_cpu.complete(config)
     rollout = config.actor_rollout_ref.rollout
     separate, further = model_options.separate(config), model_options.of(config)
     with open_dict(config):
-        if separate and rollout.name == "embedded" and rollout.checkpoint_engine.backend == "naive":
+        if separate and rollout.name in ("embedded", "sglang") and rollout.checkpoint_engine.backend == "naive":
             # verl's default, which separate_async refuses; its other transfers need an accelerator
             rollout.checkpoint_engine.backend = "gloo"
         init = OmegaConf.select(config, "ray_kwargs.ray_init") or {}

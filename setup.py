@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
@@ -168,7 +168,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["verl_ext", "verl_ext.*"]),
+    # Hydra looks into the namespace hydra_plugins, which other distributions share.
+    packages=[
+        *find_packages(include=["verl_ext", "verl_ext.*"]),
+        *find_namespace_packages(include=["hydra_plugins.*"]),
+    ],
     package_data={
         # The assets are style, HTML and scripts of the pages.
         "verl_ext": ["py.typed", "rollout/prompts/*.txt", "lab/reproduce/*.yaml", "assets/*", "lab/*/assets/*"],

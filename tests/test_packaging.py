@@ -17,7 +17,7 @@ from verl_ext.recipes import recipe_root, recipes, table_paths
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE", "Makefile")
-FOLDERS = ("verl_ext", "recipe", "requirements", "tests", "examples", "docs", ".ci")
+FOLDERS = ("verl_ext", "hydra_plugins", "recipe", "requirements", "tests", "examples", "docs", ".ci")
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,8 @@ def test_wheels_from_sdist_and_checkout_have_the_same_files(built: dict[str, Pat
     assets = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "verl_ext").rglob("assets/*")}
     assert assets <= names[0] and {"verl_ext/assets/shell.html", "verl_ext/lab/report/assets/page.js"} <= assets
     tops = {name.split("/")[0] for name in names[0]}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"verl_ext"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"verl_ext", "hydra_plugins"}
+    assert {name for name in names[0] if name.startswith("hydra_plugins")} == {"hydra_plugins/verl_ext/__init__.py"}
 
 
 def test_wheel_metadata(built: dict[str, Path]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from verl_ext.integration.compat import registrations
 from verl_ext.integration.compat.wraps import STRICT
+from verl_ext.recipes import recipes_in
 
 
 def _guard(what: str, function: Callable[[], Any]) -> None:
@@ -38,9 +39,6 @@ def _guard(what: str, function: Callable[[], Any]) -> None:
         )
         if os.environ.get(STRICT) == "1":
             raise
-        if any(_recipes_in(argument) for argument in sys.argv[1:]):
-            # Without our search path Hydra would take `+recipe=trloo` for a new key and train without the recipe.
-            raise SystemExit(f"verl_ext: the run asks for a recipe, which is refused: {what} failed.") from error
     else:
         registrations.done.append(what)
 
@@ -51,37 +49,15 @@ def _register_platform() -> None:
 
     cpu.register()
     # verl settles on its platform while `main_ppo` is imported, before Hydra has read any recipe.
-    if any(cpu.NAME in _recipes_in(argument) for argument in sys.argv[1:]):
+    if any(cpu.NAME in recipes_in(argument) for argument in sys.argv[1:]):
         os.environ.setdefault("VERL_PLATFORM", cpu.NAME)
 
 
-def _recipes_in(argument: str) -> list[str]:
-    """Recipes that a command line argument names: ``+recipe=cpu`` and ``+recipe=[trloo,cpu]`` do, others don't."""
-    key, _, value = argument.partition("=")
-    if key.lstrip("+") != "recipe":
-        return []
-    return [name.strip(" '\"") for name in value.strip("[]").split(",") if name.strip(" '\"")]
-
-
 def _register_search_path(hydra: Any) -> None:
-    """Let Hydra find `recipe/<name>.yaml` of this package."""
-    from hydra.core.config_search_path import ConfigSearchPath
+    """Hydra has found it by itself, unless another package's ``hydra_plugins/__init__.py`` hides ours."""
     from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    from verl_ext.recipes import is_table, search_path_uris, table_message
-
-    for name in [name for argument in sys.argv[1:] for name in _recipes_in(argument)]:
-        if "/" in name and is_table(name):
-            # Hydra would merge the table into the configuration and train without any recipe.
-            raise SystemExit(f"verl_ext: {table_message(name)}")
-
-    class RecipeSearchPath(SearchPathPlugin):
-        """Appends the folders that hold recipes, after verl's own."""
-
-        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            for uri in search_path_uris():
-                search_path.append(provider="verl_ext", path=uri)
+    from verl_ext.search_path import RecipeSearchPath
 
     Plugins.instance().register(RecipeSearchPath)
 

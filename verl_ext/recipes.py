@@ -155,6 +155,15 @@ def search_path_uris() -> list[str]:
     return [f"file://{root}" for root in recipe_roots()]
 
 
+def recipes_in(argument: str) -> list[str]:
+    """Recipes that a command line argument names: ``+recipe=cpu``, ``+recipe=[trloo,cpu]`` and ``+recipe@_global_=cpu``
+    do, others don't."""
+    key, _, value = argument.partition("=")
+    if key.lstrip("+").partition("@")[0] != GROUP:
+        return []
+    return [name.strip(" '\"") for name in value.strip("[]").split(",") if name.strip(" '\"")]
+
+
 def recipes() -> list[Recipe]:
     """Every recipe of this installation and of packages with methods, ordered by kind and then by name. Raises
     RecipeError: a recipe's header lacks a field or names an unknown kind."""

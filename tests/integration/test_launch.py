@@ -15,13 +15,17 @@ from typing import Any
 import pandas
 import pytest
 import verl  # noqa: F401  (loads the plugin)
-from hydra import compose
+from hydra import compose, initialize_config_module
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from verl_ext.integration import checks, launch
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.rewards.judge import JudgeError
 from verl_ext.sandbox import SandboxOptions
+from verl_ext.search_path import RecipeSearchPath
 
 pytestmark = pytest.mark.usefixtures("verl_configuration")
 
@@ -252,6 +256,27 @@ def test_every_process_of_the_run_loads_the_plugin_or_fails(monkeypatch: pytest.
     assert variables == {"MINE": "a", "VERL_EXT_STRICT": "0", "VERL_USE_EXTERNAL_MODULES": "mine,verl_ext.plugin"}
 
 
+def test_a_job_that_was_submitted_with_variables_of_its_own_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job submit --runtime-env-json`: Ray merges no two values of one variable, equal ones included."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    job = {"env_vars": {"OMP_NUM_THREADS": "2", "VERL_USE_EXTERNAL_MODULES": "mine", "VERL_EXT_STRICT": "1"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": job}))
+    for name, value in job["env_vars"].items():  # as Ray starts the launcher of a job
+        monkeypatch.setenv(name, value)
+    cfg = config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", "+verl_ext.env.OMP_NUM_THREADS=1")
+    launch.prepare(cfg)
+    asked = OmegaConf.merge(get_ppo_ray_runtime_env(cfg), cfg.ray_kwargs.ray_init.runtime_env)
+    merged = _merge_runtime_env(job, OmegaConf.to_container(asked))
+    assert merged is not None and merged["env_vars"]["OMP_NUM_THREADS"] == "2"
+    assert merged["env_vars"]["VERL_EXT_NAMES"] == "mix,trloo"
+    job["env_vars"]["VERL_EXT_STRICT"] = "0"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": job}))
+    with pytest.raises(OptionError, match="submitted with VERL_EXT_STRICT=0; this run sets 1"):
+        launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4"))
+
+
 @pytest.mark.seconds
 def test_the_sandbox_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     launch.prepare(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", "verl_ext.sandbox.cage=auto"))
@@ -326,7 +351,41 @@ def test_plugin_that_breaks_is_heard(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "verl_ext: preparing the registrations failed (ImportError: no wrapt today)" in done.stderr
     assert "pip install" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("verl_ext: the run asks for a recipe, which is refused")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("verl_ext: verl_ext is only partly loaded, so no recipe of it can run. preparing the reg")
+
+
+@pytest.mark.slow
+def test_a_recipe_with_the_plugin_hidden_from_verl_is_refused(tmp_path: Path) -> None:
+    """The recipe was a plain key then, and the run had verl's own loss."""
+    done = main_ppo("+recipe=kpo", f"hydra.run.dir={tmp_path}", VERL_USE_EXTERNAL_PLUGINS="none")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "hidden by VERL_USE_EXTERNAL_PLUGINS='none'" in last, last
+
+
+def test_on_a_machine_without_us_a_recipe_may_be_asked_for_so_that_hydra_refuses(
+    monkeypatch: pytest.MonkeyPatch, verl_configuration: None
+) -> None:
+    assert config("+recipe@_global_=[grpo,kpo]") == config("+recipe=[grpo,kpo]")
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(RecipeSearchPath, "manipulate_search_path", lambda self, search_path: None)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        assert config("+recipe=kpo").actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"  # a plain key
+        with pytest.raises(ConfigCompositionException, match="config group 'recipe' does not exist"):
+            config("+recipe@_global_=kpo")
+
+
+@pytest.mark.parametrize(("name", "said"), [("kpo/math", "'kpo/math' is the table of a paper"), ("kpo", "no folder")])
+def test_what_is_no_recipe_is_refused_by_hydras_search_path(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "kpo":  # of an installation that is torn
+        monkeypatch.setattr("verl_ext.recipes.__file__", str(tmp_path / "verl_ext" / "recipes.py"))
+    monkeypatch.setattr(sys, "argv", ["main_ppo", f"+recipe={name}"])
+    with pytest.raises(SystemExit, match=f"verl_ext: {said}"):
+        RecipeSearchPath().manipulate_search_path(ConfigSearchPathImpl())
+    monkeypatch.setattr(sys, "argv", ["a program that is none of ours"])
+    RecipeSearchPath().manipulate_search_path(ConfigSearchPathImpl())
 
 
 @pytest.mark.slow
@@ -362,6 +421,31 @@ def test_what_verl_lacks_ends_the_run_with_one_line(monkeypatch: pytest.MonkeyPa
         SystemExit, match="verl_ext: this verl lacks 1 .*merge_context_tokens or .*merge_non_assistant_tok"
     ):
         launch.LaunchCallback().on_run_start(config("+recipe=grpo", "actor_rollout_ref.rollout.n=4", loop))
+
+
+HEAD = """
+import verl
+from hydra import compose, initialize_config_module
+from verl_ext.integration import launch
+
+with initialize_config_module("verl.trainer.config", version_base=None):
+    given = ["+recipe=[trloo,otb,kpo,dvp]", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
+    config = compose("ppo_trainer", overrides=given)
+launch.prepare(config)
+"""
+
+
+@pytest.mark.slow
+def test_a_head_node_without_a_gpu_starts_a_run(tmp_path: Path) -> None:
+    """Megatron is installed there and cannot be imported, which verl takes for an ImportError alone."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD], capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "verl_ext: some of verl can be looked at only where it runs (OSError: libcuda.so.1: cannot" in done.stdout
 
 
 def test_gspo_has_its_own_clip_range() -> None:

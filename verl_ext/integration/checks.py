@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from verl_ext.integration.parts import all_parts
-from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings import model_options, paths
 from verl_ext.integration.settings.options import OptionError, has_critic
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 def complete(config: Any) -> None:
     """Fill in, in place, the settings that follow from others. Doing it twice changes nothing."""
+    paths.complete(config)
     for part in all_parts():
         part.complete(config)
 

@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.integration.settings import primary
-from verl_ext.integration.settings.options import read
+from verl_ext.integration.settings.options import OptionError, read
 from verl_ext.sandbox import SETTINGS_VARIABLE, Sandbox, SandboxOptions, check
 
 
@@ -158,7 +158,19 @@ def _modules() -> str:
 
 
 def _to_ray(config: Any, environment: Mapping[str, str]) -> None:
-    """Add the variables to the runtime environment of the Ray job; what the user has set there wins."""
+    """Add the variables to the runtime environment of the Ray job; what the user has set there wins.
+
+    Those that the job was submitted with (``ray job submit --runtime-env-json``) are left out: its processes have them,
+    and Ray merges no two values of one variable, equal ones included. Raises OptionError: one of ours is another there.
+    """
+    submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
+    job = submitted.get("env_vars") or {}
+    for name, value in environment.items():
+        if name.startswith("VERL_EXT_") and job.get(name, value) != value:
+            raise OptionError(
+                f"the Ray job was submitted with {name}={job[name]}; this run sets {value}. Leave it out there."
+            )
+    environment = {name: value for name, value in environment.items() if name not in job}
     with open_dict(config):
         init = OmegaConf.select(config, "ray_kwargs.ray_init")
         if init is None:

@@ -36,6 +36,7 @@ class VerlExtTrainer:
             names.require(config)
             checks.complete(config)
             checks.check(config)
+            verl_api.require(config)  # again: this machine may be another than the launcher's
             self.parts = parts.active(config, self)
         self._rows: columns.ActiveBatch = columns.ActiveBatch(columns={})
         self._updates_metrics: list[tuple[int, dict[str, float]]] = []

@@ -24,13 +24,6 @@ class AgentLoops(Part):
     """
 
     @classmethod
-    def complete(cls, config: Any) -> None:
-        if select(select(config, "verl_ext"), "gateway") is not None:
-            from verl_ext.rollout.gateway.settings import complete
-
-            complete(config)
-
-    @classmethod
     def check(cls, config: Any) -> list[str]:
         if select(select(config, "verl_ext"), "environment") is not None:
             from verl_ext.rollout.environments.options import check_environment

@@ -6,16 +6,16 @@ nothing is decided by it. `NEEDS` lists the names by the feature that uses them;
 features in the launcher and names what is missing. Where verl has called one thing by two names, the function here
 knows both (`merge_context`). A class of ours that overrides a method of verl's is checked by `check_overrides`, since
 an override of a method that is gone would be dead code, without a word.
-
-Imports nothing but the standard library; verl's modules are imported when they are asked about.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
@@ -176,7 +176,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
 
 TARGETS: dict[str, tuple[wraps.Target, ...]] = {
     TRAINER: (
-        *wraps.GET_TRAINER,
+        *wraps.TRAINERS,
         wraps.ADVANTAGE,
         wraps.FILE_LOGGER,
         wraps.RUN_AGENT_LOOP,
@@ -305,28 +305,31 @@ def _named_in(path: str) -> set[str] | None:
 
 
 def missing(wanted: Iterable[str]) -> list[str]:
-    """What these features need and the installed verl does not have, one phrase each."""
-    found = []
+    """What these features need and the installed verl does not have, one phrase each. What this machine can't import,
+    as a head node without a GPU an engine, is noted in a line: the trainer's process looks again."""
+    found: list[str] = []
+    torn: dict[str, None] = {}
+
+    def look(what: str, check: Callable[..., Any], *names: str) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of engines that are not installed; the workers say it again
+                return check(*names)
+        except (ImportError, AttributeError, wraps.UnsupportedVerl) as error:
+            found.append(f"{what}: {error}")
+        except Exception as error:
+            torn[f"{type(error).__name__}: {error}"] = None
+
     for feature in wanted:
         for module, names in NEEDS[feature].items():
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of engines that are not installed; the workers say it again
-                    owner = importlib.import_module(module)
-            except ImportError as error:
-                found.append(f"{feature} needs the module {module} ({error})")
-                continue
-            found += [f"{feature} needs {module}.{problem}" for name in names if (problem := _lacking(owner, name))]
+            owner = look(f"{feature} needs the module {module}", importlib.import_module, module)
+            found += [f"{feature} needs {module}.{lack}" for name in names if owner and (lack := _lacking(owner, name))]
         for target in TARGETS.get(feature, ()):
-            try:
-                target.resolve()
-            except wraps.UnsupportedVerl as error:
-                found.append(f"{feature}: {error}")
-        for ours, verls in OVERRIDES.get(feature, ()):
-            try:
-                check_overrides(pkgutil.resolve_name(ours), pkgutil.resolve_name(verls))
-            except (ImportError, AttributeError, wraps.UnsupportedVerl) as error:
-                found.append(f"{feature}: {error}")
+            look(feature, target.resolve)
+        for pair in OVERRIDES.get(feature, ()):
+            look(feature, lambda *names: check_overrides(*map(pkgutil.resolve_name, names)), *pair)
+    if torn:
+        print(f"verl_ext: some of verl can be looked at only where it runs ({'; '.join(torn)})", flush=True)
     return list(dict.fromkeys(found))
 
 
@@ -346,9 +349,9 @@ def require(config: Any) -> None:
 
 
 def hooked(config: Any) -> list[str]:
-    """Modules on which the plugin has a hook that a run needs; `require` has imported them."""
+    """Modules on which the plugin has a hook that a run needs, of those that `require` could import."""
     known = {module for feature in features(config) for module in NEEDS[feature]}
-    return [module for module in registrations.HOOKS if module in known]
+    return [module for module in registrations.HOOKS if module in known and module in sys.modules]
 
 
 def installed() -> str:
@@ -380,11 +383,8 @@ def _lacking(module: Any, need: str) -> str | None:
     *owners, last = parts["path"].split(".")
     spellings = [last, *filter(None, parts["others"].split("|"))]
     shown = " or ".join([".".join([*owners, spelling]) for spelling in spellings])
-    found = module
     try:
-        for name in owners:
-            found = getattr(found, name)
-        found = first(found, *spellings)
+        found = first(functools.reduce(getattr, owners, module), *spellings)
     except (AttributeError, wraps.UnsupportedVerl):
         return shown
     asked = [name.strip() for name in (parts["parameters"] or "").split(",") if name.strip()]
@@ -426,8 +426,8 @@ def check_overrides(mixin: type, base: type) -> None:
         if original is None:
             raise wraps.UnsupportedVerl(f"{where}, which is not there in {installed()}")
         ours, theirs = (_parameters(function) for function in (method, original))
-        gone = [] if _open(theirs) else [p for p in ours if p not in theirs and not _variadic(ours[p])]
-        needed = [p for p in theirs if not _variadic(theirs[p]) and theirs[p].default is inspect.Parameter.empty]
+        gone = [] if _open(theirs) else [p for p in ours if p not in theirs and ours[p].kind not in _VARIADIC]
+        needed = [p for p in theirs if theirs[p].kind not in _VARIADIC and theirs[p].default is inspect.Parameter.empty]
         new = [] if _open(ours) else [p for p in needed if p not in ours]
         for what, parameters in (("no longer takes", gone), ("asks for", new)):
             if parameters:
@@ -438,8 +438,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
 
 
-def _variadic(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -155,6 +155,7 @@ OLDER_TRAINER = _target(
     "trainer/ppo/ray_trainer.py:286; verl's subclasses do not call its __init__",
     "a task runner of somebody else may build a trainer of the older family, which has none of our hooks",
 )
+TRAINERS = (*GET_TRAINER, RUN_PPO, OLDER_TRAINER)
 ADVANTAGE = _target(
     "verl.trainer.ppo.v1.trainer_base:"
     "compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config)",

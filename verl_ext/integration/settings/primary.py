@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.integration.settings.options import OptionError
-from verl_ext.recipes import GROUP, leaves_of
+from verl_ext.recipes import GROUP, leaves_of, recipes_in
 
 OWNED = re.compile(
     r"algorithm\.(adv_estimator|(rejection|modifiers)\..*)|trainer\.(device|length_lr\.enable)|.*\.strategy"
@@ -40,7 +40,7 @@ def keep_users(config: Any, hydra: Any) -> None:
         OptionError: a file and a recipe set one of `OWNED` to different values.
     """
     words = [*hydra.overrides.hydra, *hydra.overrides.task] if hydra else []
-    recipes = [word for word in words if re.match(rf"\++{GROUP}(@[^=]*)?=", word)]
+    recipes = [word for word in words if word.startswith("+") and recipes_in(word)]
     if not recipes:
         return
     loader = _RecipesFirst(GlobalHydra.instance().config_loader().get_search_path())

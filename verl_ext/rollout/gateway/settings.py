@@ -129,14 +129,6 @@ def read(config: Any) -> GatewaySettings:
     return options.read(select(config, "verl_ext"), "gateway", GatewaySettings, where=WHERE)
 
 
-def complete(config: Any) -> None:
-    """An agent's file is named as it is from where the run starts; its workers may live elsewhere."""
-    node = select(select(config, "verl_ext"), "gateway")
-    agent = select(node, "agent")
-    if isinstance(agent, str) and agent.rpartition(":")[0].endswith(".py"):
-        node["agent"] = str(Path(agent).expanduser().absolute())
-
-
 @functools.cache
 def load(agent: str) -> Callable[..., Any]:
     """The function of ``verl_ext.gateway.agent``.

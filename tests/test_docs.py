@@ -79,6 +79,12 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert [name(page) for page in DOCS if f"]({name(page)})" not in readme] == []
 
 
+def test_tests_that_a_page_names_are_there() -> None:
+    named = {(page, path) for page in PAGES for path in re.findall(r"\btests/[\w/]+\.py", page.read_text("utf-8"))}
+    assert [f"{name(page)}: {path}" for page, path in named if not (ROOT / path).is_file()] == []
+    assert len(named) > 20
+
+
 def test_the_site_has_every_page() -> None:
     site = yaml.safe_load((ROOT / "docs" / "site.yml").read_text(encoding="utf-8"))
     listed = re.findall(r"[\w/-]+\.md", str(site["nav"]))

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import OmegaConf
 
 from verl_ext.integration.settings.options import select
+from verl_ext.recipes import leaves_of
 
 KEYS = {
     "rows_dir": ".*",
@@ -30,24 +31,14 @@ KEYS = {
 
 def complete(config: Any) -> None:
     """Make them absolute, in place."""
-    for key, pattern in KEYS.items():
-        *owners, last = key.split(".")
-        for node in _nodes(select(config, "verl_ext"), owners):
-            value = select(node, last)
-            if isinstance(value, list | ListConfig):
-                node[last] = [_absolute(one, pattern) for one in value]
-            elif value is not None:
-                node[last] = _absolute(value, pattern)
-
-
-def _nodes(node: Any, owners: list[str]) -> list[Any]:
-    """What lies under `node` at these keys; ``*`` is any."""
-    if not isinstance(node, Mapping | DictConfig):
-        return []
-    if not owners:
-        return [node]
-    first, *rest = owners
-    return [found for name in (list(node) if first == "*" else [first]) for found in _nodes(select(node, name), rest)]
+    node = select(config, "verl_ext")
+    for key, _ in leaves_of(OmegaConf.to_container(node)) if OmegaConf.is_dict(node) else ():
+        for known, pattern in KEYS.items():
+            if fnmatchcase(key, known):
+                value = OmegaConf.select(node, key)
+                several = OmegaConf.is_list(value)
+                found = [_absolute(one, pattern) for one in (value if several else [value])]
+                OmegaConf.update(node, key, found if several else found[0])
 
 
 def _absolute(value: Any, pattern: str) -> Any:

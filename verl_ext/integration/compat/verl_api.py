@@ -305,8 +305,7 @@ def _named_in(path: str) -> set[str] | None:
 
 
 def missing(wanted: Iterable[str]) -> list[str]:
-    """What these features need and the installed verl does not have, one phrase each. What this machine can't import,
-    as a head node without a GPU an engine, is noted in a line: the trainer's process looks again."""
+    """What these features need and this verl lacks, one phrase each. What can't be imported here is noted in a line."""
     found: list[str] = []
     torn: dict[str, None] = {}
 
@@ -317,7 +316,7 @@ def missing(wanted: Iterable[str]) -> list[str]:
                 return check(*names)
         except (ImportError, AttributeError, wraps.UnsupportedVerl) as error:
             found.append(f"{what}: {error}")
-        except Exception as error:
+        except Exception as error:  # a head node without a GPU cannot import an engine; the trainer looks again
             torn[f"{type(error).__name__}: {error}"] = None
 
     for feature in wanted:

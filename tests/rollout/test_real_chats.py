@@ -18,6 +18,7 @@ import pytest
 from families import FAMILIES, chat_of_family, table, tokenizer_of
 from loops import config_of, make_loop
 from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import register
 from verl.tools.function_tool import function_tool
 from verl.utils.tokenizer.continuous_token_wiring import _MODEL_TYPE_TO_FAMILY
 from verl.workers.rollout.replica import TokenOutput
@@ -26,6 +27,8 @@ from verl_ext.cli import main
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.rollout import multi_turn, step_wise
 from verl_ext.rollout.environments import runner
+from verl_ext.rollout.kernels.judge import Verdict
+from verl_ext.rollout.kernels.loop import Judged, KernelLoop
 from verl_ext.rollout.orchestra import agent, loop, orchestra
 from verl_ext.rollout.shared import trial
 from verl_ext.rollout.shared.probes import Refusal
@@ -310,6 +313,48 @@ def test_a_team(name: str, late: bool, tmp_path: Path) -> None:
             again = [{"role": "user", "content": "Once more.\n\nNow."}]
     conversation = [system, USER, {"role": "assistant", "content": WHOLE}, *again]
     assert engine.prompts[1] == encode(tokenizer, rendered(name, conversation)), tokenizer.decode(engine.prompts[1])
+
+
+@register("test_real_chats_kernels")
+class Kernels(KernelLoop):
+    """The loop of kernels with a judge that says the same of each."""
+
+    async def judge(self, task: Any, text: str) -> Any:
+        self._prompt_index = task.index
+        return Judged(Verdict("wrong"), 0.0, f"Not right: {len(text)}.", False)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "gptoss", "deepseekv3", "gemma2"])
+def test_the_loop_of_kernels(name: str) -> None:
+    """A cut answer and a whole one."""
+    tokenizer = tokenizer_of(name)
+    config = config_of({"prompt_length": 4096, "response_length": 64}, None, {"kernels": {"max_turns": 3}})
+    opening = "</think>" if chat_of_family(name).opens_thinking else ""
+    engine = Engine(tokenizer, [opening + CUT, opening + said(name, WHOLE, True), opening + CUT])
+
+    async def run() -> Any:
+        made = make_loop("test_real_chats_kernels", config, engine, tokenizer, hf_model_type=FAMILIES[name].model_type)
+        return await made.run({}, raw_prompt=[SYSTEM, USER], extra_info={"task": "mul add relu", "index": 0})
+
+    assert len(asyncio.run(run())) == 3
+    conversation = [SYSTEM, USER]
+    for place, text in enumerate((CUT, said(name, WHOLE, True))):
+        plain = text.partition("<")[0]
+        # The judge reads what comes after the thinking.
+        conversation += [
+            {"role": "assistant", "content": plain},
+            {"role": "user", "content": f"Not right: {len(plain)}."},
+        ]
+        before = engine.prompts[place] + encode(tokenizer, opening)
+        follows(name, before, text, engine.prompts[place + 1], conversation)
+
+
+def test_an_answer_that_ends_by_another_token_of_the_model() -> None:
+    """It stays, as all tokens of the model do, and the template's own end follows."""
+    texts = ["eleven<|endoftext|>", "and", "and", "and"]
+    _, prompts = multi("qwen2_5", texts)
+    tokenizer = tokenizer_of("qwen2_5")
+    assert tokenizer.decode(prompts[1]).partition("eleven")[2].startswith("<|endoftext|><|im_end|>\n<|im_start|>user\n")
 
 
 # ---- the trial at launch ----

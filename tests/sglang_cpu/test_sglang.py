@@ -7,20 +7,41 @@ import math
 
 import pytest
 import torch
-from harness import Lab, eventually, processes
+from harness import Lab, eventually, make_data, processes
 from served import finite, records, start, trained_as_sampled, true_log_probs, worst_difference
 
 pytestmark = pytest.mark.sglang
 
 RHO = 0.05
+# An agent whose answers come in pieces, and who asks for a seed, which verl hands to no SGLang.
+CLIENT = """
+import openai
+
+
+def solve(task, *, base_url, api_key, model):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(task["messages"])
+    ask = lambda **more: client.chat.completions.create(model=model, messages=messages, max_tokens=4, **more)
+    pieces = [piece for piece in ask(stream=True) if piece.choices]
+    said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+    ask()
+    try:
+        ask(seed=1)
+        refused = False
+    except openai.APIStatusError as error:
+        refused = "seed can't be had from sglang" in str(error)
+    return {"reward": 0.0, "info": {"pieces": len(pieces), "refused": float(refused)}}
+"""
 
 
 def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
-    """Three steps: the sampler follows the weights, to float32 rounding, and nothing stays behind.
+    """Three steps with validation: the sampler follows the weights, to float32 rounding, and nothing stays behind.
 
     `dvp.rho` reaches SGLang as min_p: no token from outside the set; its log-probabilities, of the full softmax, are
-    trained as those of the set.
+    trained as those of the set. Validation is played by an agent at the gateway.
     """
+    (sglang_lab.root / "client.py").write_text(CLIENT)
     run = start(
         "sglang",
         sglang_lab,
@@ -32,12 +53,20 @@ def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
             "trainer.save_freq=1",
             f"verl_ext.record_dir={sglang_lab.root / 'multi_turn' / 'records'}",
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            "trainer.val_before_train=true",
+            "trainer.test_freq=3",
+            f"data.val_files={make_data(sglang_lab.root, 8, 'verl_ext_gateway')}",
+            f"+verl_ext.gateway.agent={sglang_lab.root / 'client.py'}:solve",
+            "data.max_prompt_length=320",
             "actor_rollout_ref.rollout.calculate_log_probs=true",
             "actor_rollout_ref.actor.optim.lr=3e-4",  # as with vLLM
         ],
     ).check()
     metrics = run.metrics
-    assert sorted(metrics) == [1, 2, 3]
+    assert sorted(metrics) == [0, 1, 2, 3]
+    for number in (0, 3):
+        assert metrics[number]["val-aux/toy/refused/mean@1"] == 1
+        assert metrics[number]["val-aux/toy/pieces/mean@1"] > 1
     folders = {0: sglang_lab.model}
     for step in (1, 2):
         folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from test_vllm_cpu import install, run_config, save_model
+from transformers import Gemma2Config
 
 from verl_ext.cpu.platform import hooks, servers, settings, sglang_cpu, sglang_cpu_process
 from verl_ext.cpu.platform.fork_worker import IMPORTS
@@ -119,8 +120,10 @@ def test_merged_adapter_is_served(sglang: None, tmp_path: Path) -> None:
 def test_models_are_refused(sglang: None, tmp_path: Path) -> None:
     with pytest.raises(sglang_cpu.SglangCpuError, match="256 tokens, but the model's vocabulary only 200"):
         sglang_cpu.complete(sglang_config(save_model(tmp_path / "small", vocab_size=200)))
-    with pytest.raises(sglang_cpu.SglangCpuError, match="has 4 experts"):
-        sglang_cpu.complete(sglang_config(save_model(tmp_path / "experts", num_local_experts=4)))
+    path = save_model(tmp_path / "gemma")
+    Gemma2Config(vocab_size=256).save_pretrained(path)
+    with pytest.raises(sglang_cpu.SglangCpuError, match="is a gemma2, whose configuration"):
+        sglang_cpu.complete(sglang_config(path))
 
 
 # --- the processes -------------------------------------------------------------------------------------------------

@@ -43,6 +43,18 @@ def test_a_shared_laptop_scale_is_the_other_tables() -> None:
     assert owner.name == "hgpo/alfworld" and scale is owner.laptop
 
 
+@pytest.mark.seconds
+def test_a_laptop_scale_is_not_mixed_with_that_of_the_table_below() -> None:
+    table = find_table("dr_mas/normalisation")
+    assert table.laptop is not None and list(table.laptop.cells) == ["global", "agent_mean", "agent_std", "dr_mas"]
+    assert table.full.runnable == ["grpo", "dr_mas", "agent_mean", "agent_std"]
+    assert "searcher" not in table.laptop.metrics and table.laptop.versus == {
+        "agent_mean": "dr_mas",
+        "agent_std": "dr_mas",
+    }
+    assert find_table("dr_mas/search_3b").laptop_of == "dr_mas/search"
+
+
 def test_tables_are_no_recipes() -> None:
     assert not {recipe.name for recipe in recipes()} & set(table_paths())
     with pytest.raises(UnknownRecipeError, match="verl-ext reproduce run dr_mas/math"):

@@ -2,7 +2,7 @@
 """The tables of this installation: their files found and read, their scales and cells by name. Imports nothing heavy.
 
 ``extends: <method>/<table>`` in a file takes everything from another table that the file does not say itself: mappings
-are merged, all else is replaced. What is wrong in a file is reported with the file and the key.
+are merged, all else is replaced, a `laptop` too. What is wrong in a file is reported with the file and the key.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _content(path: Path) -> Any:
     theirs = load_yaml(base)
     if "extends" in theirs:
         raise TableError(f"{path}: extends: {name} extends {theirs['extends']} itself; extend that one")
-    return _over(theirs, content)
+    own = {"laptop": content["laptop"]} if "laptop" in content else {}  # an experiment of its own, taken whole
+    return {**_over(theirs, content), **own}
 
 
 def _over(below: Any, above: Any) -> Any:

@@ -153,6 +153,7 @@ def _register_agent_loops(module: Any) -> None:
         from verl_ext.rollout.shared import worker
 
         wraps.replace(wraps.RUN_AGENT_LOOP, worker.noting)
+        wraps.replace(wraps.COMPUTE_SCORE, worker.merging_turns)
 
 
 def _contain_reward_functions(module: Any) -> None:

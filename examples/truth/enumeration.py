@@ -20,6 +20,8 @@ import torch
 
 from verl_ext.methods.dr_mas import dr_mas_advantage
 from verl_ext.methods.otb import otb_advantage
+from verl_ext.methods.returns import turn_returns
+from verl_ext.methods.trloo import trloo_advantage
 
 
 class Sample(NamedTuple):
@@ -141,6 +143,25 @@ def two_turns(early_stop):
                 )
             )
     return samples
+
+
+def stop_or_go_on(success=0.9):
+    """Stop for 1, or go on for 0.2 and then, with this probability, for 1 more; both actions are equally likely."""
+    stop, go_on = (score([0.0, 0.0], action) for action in (0, 1))
+    return [
+        Sample(0.5, [stop], {"turn_reward": [1.0], "turn_index": [0]}),
+        Sample(0.5 * success, [go_on, np.zeros(2)], {"turn_reward": [0.2, 1.0], "turn_index": [0, 1]}),
+        Sample(0.5 * (1 - success), [go_on, np.zeros(2)], {"turn_reward": [0.2, 0.0], "turn_index": [0, 1]}),
+    ]
+
+
+def centred_then_summed(index, traj_uid, fields):
+    """verl's RFC 7244: each turn's reward less the mean of the same turn of the others, then summed over one's own
+    turns from there on."""
+    centred = as_rows(trloo_advantage, "turn_index", "turn_reward", gamma=0.0)(index, traj_uid, fields)
+    trajectory = index * (max(traj_uid) + 1) + traj_uid
+    turns = np.array(fields["turn_index"])
+    return torch.from_numpy(turn_returns(centred[:, 0].double().numpy(), trajectory, turns, gamma=1.0))[:, None]
 
 
 def two_agents(scale, offset):

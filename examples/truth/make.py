@@ -3,7 +3,7 @@
 
     python examples/truth/make.py [--out DIR] [--numbers-only]
 
-writes five PNGs and numbers.json; README.md beside this file reads them. Nothing is sampled: every group of N samples
+writes six PNGs and numbers.json; README.md beside this file reads them. Nothing is sampled: every group of N samples
 of a tiny softmax policy is enumerated with its probability (see enumeration.py), so no seed plays a part.
 """
 
@@ -22,6 +22,7 @@ from enumeration import (
     as_rows,
     as_tokens,
     bandit,
+    centred_then_summed,
     energy,
     forgetful_room,
     lemma,
@@ -31,6 +32,7 @@ from enumeration import (
     second_try,
     sequences,
     step_method,
+    stop_or_go_on,
     true_gradient,
     two_agents,
     two_turns,
@@ -177,6 +179,25 @@ def masking() -> Numbers:
     return found
 
 
+def turn_rewards() -> Numbers:
+    """Rewards centred turn by turn and then summed, against the return to go with a leave-one-out baseline: the
+    derivative for the logit of going on."""
+    methods = {
+        "leave_one_out": as_rows(trloo_advantage, "turn_index", "turn_reward"),
+        "centred_then_summed": centred_then_summed,
+    }
+    sizes, chances = [2, 3, 4, 5, 6], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0]
+    found: Numbers = {"sizes": sizes, "chances": chances, "truth": float(true_gradient(stop_or_go_on())[1])}
+    found["truth_by_chance"] = [float(true_gradient(stop_or_go_on(chance))[1]) for chance in chances]
+    for name, method in methods.items():
+        found[name] = [float(moments(stop_or_go_on(), size, method).mean[1]) for size in sizes]
+        found[f"{name}_by_chance"] = [
+            float(moments([one for one in stop_or_go_on(chance) if one.probability], 4, method).mean[1])
+            for chance in chances
+        ]
+    return found
+
+
 def numbers() -> Numbers:
     """Every number of the page."""
     return {
@@ -185,6 +206,7 @@ def numbers() -> Numbers:
         "normalisation": normalisation(),
         "token_baseline": token_baseline(),
         "histories": histories(),
+        "turn_rewards": turn_rewards(),
         "masking": masking(),
     }
 
@@ -210,6 +232,19 @@ def plots(found: Numbers, out: Path) -> list[Path]:
         figure.savefig(out / name, dpi=100)
         plt.close(figure)
         written.append(out / name)
+
+    data = found["turn_rewards"]
+    figure, (left, right) = page("turn_rewards", 2)
+    names = {"leave_one_out": "return to go, leave-one-out", "centred_then_summed": "centred by turn, then summed"}
+    for name, label in names.items():
+        left.plot(data["sizes"], data[name], "os"[name != "leave_one_out"] + "-", label=label)
+        right.plot(data["chances"], data[f"{name}_by_chance"], "os"[name != "leave_one_out"] + "-")
+    left.axhline(data["truth"], color="k", ls=":", label="truth")
+    right.plot(data["chances"], data["truth_by_chance"], "k:")
+    left.set(title="derivative for going on", xlabel="group size N", ylim=(-0.25, 0.1))
+    right.set(title="N = 4", xlabel="chance of the reward after going on")
+    left.legend()
+    save(figure, "turn_rewards.png")
 
     data = found["leave_one_out"]
     figure, (left, right) = page("leave_one_out", 2)

@@ -106,7 +106,7 @@ def test_method_trains(standing_lab: Lab, recipe: str) -> None:
     for step in metrics.values():
         assert finite(step)
         assert step["actor/grad_norm"] > 0
-        assert step["rollout/rows"] == 40 and step["rollout/trajectories"] == 16
+        assert step["rollout/turns"] == 40 and step["rollout/trajectories"] == 16
         for name, (low, high) in METHODS[recipe].items():
             assert low <= step[name] <= high, (name, step[name])
         if recipe in VARIANTS and recipe != "dr_mas":  # whose rollouts may be one update older than the trainer

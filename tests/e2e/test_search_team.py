@@ -62,7 +62,7 @@ def test_the_search_team_trains(lab: Lab) -> None:
         metrics, rows = run.metrics[step], run.rows(step)
         assert finite(metrics)
         records = read(folder, Choice(steps=(step, step)))
-        assert metrics["rollout/trajectories"] == len(records) == 16 and metrics["rollout/rows"] == len(rows)
+        assert metrics["rollout/trajectories"] == len(records) == 16 and metrics["rollout/turns"] == len(rows)
         assert metrics["rollout/failed_trajectories"] == 0.0 and metrics["trajectory/prompts_cut"] == 0.0
         calls = Counter(row["agent_id"] for row in rows)
         assert all(metrics[f"agent/{name}/rows"] == calls[name] for name in ROLES)

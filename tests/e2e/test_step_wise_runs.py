@@ -102,7 +102,7 @@ def test_hgpo_on_frozen_lake(standing_lab: Lab) -> None:
         assert metrics[step]["rollout/failed_trajectories"] == 0
         assert metrics[step]["hgpo/level_1/usable_share"] > 0.2
         rows = run.rows(step)
-        assert len(rows) == metrics[step]["rollout/rows"]
+        assert len(rows) == metrics[step]["rollout/turns"]
         assert metrics[step]["trajectory/steps"] == pytest.approx(len(rows) / 64)
         wanted = brute_force_hgpo(rows, k_max=1, gamma=0.95, penalty=0.1)
         assert [row["advantage"] for row in rows] == pytest.approx(wanted, abs=1e-5)

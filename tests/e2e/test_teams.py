@@ -50,7 +50,7 @@ def test_a_team_of_ones_own_trains_by_configuration_alone(standing_lab: Lab) -> 
         assert finite(values)
         rows = run.rows(step)
         assert {row["agent_id"] for row in rows} == {"writer", "critic"}
-        assert values["rollout/rows"] == len(rows) and values["rollout/trajectories"] == 16
+        assert values["rollout/turns"] == len(rows) and values["rollout/trajectories"] == 16
         assert values["actor/grad_norm"] > 0
         assert values["agent/writer/rows"] == values["agent/critic/rows"]  # they take turns
         by_trajectory: dict[str, list[dict[str, Any]]] = {}
@@ -104,7 +104,7 @@ def test_solver_and_verifier_train_through_faults(standing_lab: Lab, tmp_path: P
         rows = run.rows(step)
         turns = {0: "solver", 1: "verifier", 2: "solver"}
         assert all(row["agent_id"] == turns[row["turn_index"]] for row in rows)
-        assert metrics[step]["rollout/trajectories"] == 16 and metrics[step]["rollout/rows"] == 48
+        assert metrics[step]["rollout/trajectories"] == 16 and metrics[step]["rollout/turns"] == 48
         failed = metrics[step]["rollout/failed_trajectories"]
         assert failed == metrics[step].get("rollout/failures/reward_error", 0.0)
         assert len(rows) == 48 - 3 * failed  # trajectories that failed are out of the batch, the others intact

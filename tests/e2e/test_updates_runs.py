@@ -54,17 +54,20 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
         overrides=[*settings, f"verl_ext.rollouts_dir={standing_lab.root / 'updates_one' / 'rollouts'}"],
         environment=environment,
     ).check()
-    more = [*settings, "trainer.n_gpus_per_node=2"]
+    # Its turns are merged, those of the second run are not.
+    more = [*settings, "trainer.n_gpus_per_node=2", "verl_ext.merge_turns=false"]
     two = own.run("updates_two", recipe=recipe, overrides=more, environment=environment).check()
-    lower = [*settings, "algorithm.trm.divergence=top_k", "trainer.total_training_steps=1"]
+    lower = [*settings, "algorithm.trm.divergence=top_k", "trainer.total_training_steps=1", "trainer.n_gpus_per_node=2"]
     few = own.run("updates_top_k", recipe=recipe, overrides=lower, environment=environment).check()
     for step in (1, 2):
         first, second = one.metrics[step], two.metrics[step]
         assert first["rollout/trajectories"] == second["rollout/trajectories"] == 16
-        assert first["rollout/rows"] == second["rollout/rows"] > 16
+        assert first["rollout/turns"] == second["rollout/turns"] > 16
         assert first["updates/per_batch"] == second["updates/per_batch"] == 1
-        assert first["updates/mini_batch_rows"] == first["rollout/rows"] and first["updates/padding_rows"] == 0
-        assert second["updates/padding_rows"] == second["rollout/rows"] % 2
+        assert first["updates/mini_batch_rows"] == first["rollout/sequences"] == 16
+        assert first["updates/padding_rows"] == 0 and second["rollout/sequences"] == second["rollout/turns"]
+        assert first["rollout/tokens"] < first["rollout/tokens_by_call"] == second["rollout/tokens"]
+        assert second["updates/padding_rows"] == second["rollout/turns"] % 2
         rel = 1e-4 if step == 1 else 1e-2  # Adam divides by gradients that are nearly zero
         assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=rel)
         assert second["actor/pg_loss"] == pytest.approx(first["actor/pg_loss"], rel=rel, abs=1e-5)

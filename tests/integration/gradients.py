@@ -102,8 +102,8 @@ def tensordict(rows: list[dict[str, Any]]) -> Any:
     )
 
 
-def make_worker() -> Any:
-    """verl's actor worker around a small Llama, AdamW with learning rate 0 and no clipping."""
+def make_worker(**model: Any) -> Any:
+    """verl's actor worker around a small Llama, AdamW with learning rate 0 and no clipping; `model`: further keys."""
     import tempfile
 
     import torch
@@ -134,6 +134,7 @@ def make_worker() -> Any:
                     override_config={"attn_implementation": "sdpa"},
                     use_remove_padding=False,
                     enable_gradient_checkpointing=False,
+                    **model,
                 ),
                 engine_config=FSDPEngineConfig(
                     strategy="fsdp2",

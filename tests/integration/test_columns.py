@@ -57,8 +57,8 @@ def test_no_extra_fields_at_all() -> None:
 
 def test_single_turn_data_is_recognised_among_padding() -> None:
     traj = np.array(["u_0", "u_1", "u_1"], dtype=object)
-    assert columns.one_row_each(traj, np.array([True, True, False]))
-    assert not columns.one_row_each(traj, np.array([True, True, True]))
+    assert columns.one_row_each(traj, np.array([True, True, False]), np.array([True, True, False]))
+    assert not columns.one_row_each(traj, np.array([True, True, True]), np.array([False, False, True]))
 
 
 def test_nan_reward_names_prompt_trajectory_and_turn() -> None:

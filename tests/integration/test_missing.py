@@ -115,7 +115,7 @@ def test_a_share_below_the_limit_is_counted_and_told_once(clean: Any) -> None:
     buffer, part = sampler(0.25)
     batch = sample(buffer, 1)
     part.on_sample(batch)
-    assert part.metrics == {"rollout/missing_trajectories": 1, "rollout/trajectories": 3, "rollout/rows": 3}
+    assert part.metrics == {"rollout/missing_trajectories": 1, "rollout/trajectories": 3}
     prompt(clean, "b", "rows", "rows")
     clean.kv_clear(keys=batch.keys, partition_id="train")
     sample(buffer, 1)
@@ -128,7 +128,7 @@ def test_what_is_left_out_on_purpose_is_not_missing(clean: Any) -> None:
     prompt(clean, "b", "rows")
     buffer, part = sampler(0)
     part.on_sample(sample(buffer, 2))
-    assert part.metrics == {"rollout/missing_trajectories": 0, "rollout/trajectories": 3, "rollout/rows": 3}
+    assert part.metrics == {"rollout/missing_trajectories": 0, "rollout/trajectories": 3}
 
 
 def test_a_batch_without_a_row_ends_with_the_reason_too(clean: Any) -> None:

@@ -65,7 +65,7 @@ def test_the_discount_is_that_of_the_estimators() -> None:
         [{"agent_id": "planner", "turn_reward": 0.0}, {"agent_id": "a", "turn_reward": 1.0}],
     )
     columns, missing = row_fields(keys, [{}] * 2, said)
-    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said)
+    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said, keys=keys, tags=[{}] * len(keys))
     train_agents.TrainAgents.check(config)
     train_agents.TrainAgents(config).on_batch(SimpleNamespace(keys=keys, tags=[{}] * 2), active, {})
     assert active.columns["turn_reward"].tolist() == [0.5, 0.0]
@@ -83,7 +83,7 @@ def test_rewards_of_trajectories_are_those_that_were_earned() -> None:
     keys = ["u_0_0", "u_0_1", "u_0_2", "u_1_0"]
     earned = [("planner", 1.0), ("worker", 0.0), ("planner", 2.0), ("planner", 4.0)]
     said = [{"agent_id": agent, "turn_reward": reward} for agent, reward in earned]
-    batch, active = SimpleNamespace(keys=keys, tags=[{}] * 4), ActiveBatch(columns={})
+    batch, active = SimpleNamespace(keys=keys, tags=[{"seq_len": 2}] * 4), ActiveBatch(columns={})
     table = Columns(config)
     table._extra = dict(zip(keys, said, strict=True))
     for part in (table, train_agents.TrainAgents(config)):
@@ -158,7 +158,7 @@ def test_what_a_team_reports_does_not_depend_on_who_of_it_is_trained(names: list
             said.append({**fields, **(ends if row == 2 else {"failure": "", "reward_extra_info": {"acc": 0.25}})})
     config = OmegaConf.create({"algorithm": {"gamma": 1.0}, "verl_ext": {"train_agents": names}})
     columns, missing = row_fields(keys, [{}] * 15, said)
-    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said)
+    active = ActiveBatch(columns=columns, missing=missing, extra_fields=said, keys=keys, tags=[{}] * len(keys))
     batch = SimpleNamespace(keys=keys, tags=[{}] * 15)
     if names:
         train_agents.TrainAgents(config).on_batch(batch, active, {})

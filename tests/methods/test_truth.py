@@ -19,6 +19,7 @@ from enumeration import (
     as_tokens,
     bandit,
     block,
+    centred_then_summed,
     energy,
     forgetful_room,
     lemma,
@@ -31,6 +32,7 @@ from enumeration import (
     sequences,
     softmax,
     step_method,
+    stop_or_go_on,
     true_gradient,
     two_agents,
     two_turns,
@@ -76,6 +78,16 @@ def test_trloo_stays_unbiased_when_episodes_end_early_and_the_mean_does_not_even
     mean = moments(two_turns(True), group_size, as_rows(trloo_advantage, *fields, baseline="mean")).mean
     cosine = mean @ truth / np.linalg.norm(mean) / np.linalg.norm(truth)
     assert np.abs(mean - (1 - 1 / group_size) * truth).max() > 1e-3 and cosine < 1 - 1e-5
+
+
+@pytest.mark.parametrize(("group_size", "found"), [(2, -0.0875), (4, -0.171875)])
+def test_rewards_centred_by_turn_and_then_summed_turn_the_gradient(group_size, found):
+    """verl's RFC 7244: what comes after going on is compared with others who went on too."""
+    samples = stop_or_go_on()
+    assert true_gradient(samples)[1] == pytest.approx(0.025)
+    assert moments(samples, group_size, centred_then_summed).mean[1] == pytest.approx(found, abs=1e-6)
+    method = as_rows(trloo_advantage, "turn_index", "turn_reward")
+    assert moments(samples, group_size, method).mean[1] == pytest.approx(0.025, abs=1e-6)
 
 
 def test_masking_turns_by_their_outcome_biases_the_gradient():

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row fields on verl's V1 trainer: where each column comes from, and how it reaches an estimator.
 
-verl stores one row a model call under the key ``{uid}_{session}_{index}`` and hands a registered estimator four
-arguments. `row_fields` reads the rest: ``traj_uid`` and ``turn_index`` from the key, the others from the agent
-loop's ``extra_fields``. `active` holds them while verl calls the estimator, which fills in what it was not given.
+A row is a turn, one model call. verl stores sequences of one or several (`verl_ext.integration.turns`) under the key
+``{uid}_{session}_{index}`` and hands a registered estimator four arguments. `row_fields` reads the rest: ``traj_uid``
+and ``turn_index`` from the key, the others from the agent loop's ``extra_fields``. `active` holds them while verl calls
+the estimator, which fills in what it was not given.
 """
 
 from __future__ import annotations
 
 import numbers
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from verl_ext.integration.turns import Turns
 
 FROM_KEY = ("traj_uid", "turn_index")
 FROM_EXTRA_FIELDS = ("agent_id", "anchor_obs", "turn_reward", "is_action_valid", "valid_row")
@@ -186,15 +190,15 @@ def own_rewards(scores: np.ndarray, columns: Mapping[str, Any]) -> np.ndarray:
     return np.array([score if one is None else one for score, one in zip(scores, own, strict=True)], dtype=np.float64)
 
 
-def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray) -> bool:
-    """Whether every real trajectory has exactly one row, as in single-turn data."""
-    real = traj_uid[valid_row]
-    return len(set(real.tolist())) == len(real)
+def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray, of: np.ndarray) -> bool:
+    """Whether the rows `of` [B] bool are the only ones of their trajectories, as in single-turn data."""
+    rows = Counter(traj_uid[valid_row].tolist())
+    return all(rows[one] == 1 for one in traj_uid[of].tolist())
 
 
 @dataclass
 class ActiveBatch:
-    """What a registered estimator may ask for while verl computes the advantages of a batch.
+    """What a registered estimator may ask for while verl computes the advantages of a batch; a row is a turn.
 
     Attributes:
         columns: row fields and token columns by name.
@@ -204,6 +208,11 @@ class ActiveBatch:
         metrics: an estimator's own metrics go here, under verl's ``name/part`` scheme.
         earned: ``valid_row``, ``score`` and, where it is known, ``turn_reward`` without KL in the reward, and before
             `train_agents` takes rows out.
+        turns: where the rows lie in the sequences that verl has stored.
+        keys: [B] storage keys of the rows, as if verl had stored each; its last number is the output of the loop.
+        tags: [B] verl's tags of the rows' sequences.
+        stored, said: storage keys and ``extra_fields`` of the sequences.
+        along: whether gae runs along the trajectory, over the turns.
     """
 
     columns: dict[str, Any]
@@ -212,6 +221,12 @@ class ActiveBatch:
     component: Callable[[str], tuple[torch.Tensor, torch.Tensor]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     earned: dict[str, Any] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
+    keys: Sequence[str] = ()
+    tags: Sequence[Mapping[str, Any]] = ()
+    stored: Sequence[str] = ()
+    said: Sequence[Mapping[str, Any]] = ()
+    along: bool = False
 
     def column(self, name: str) -> Any:
         """A column by name, or None. One that is not in `NAMES` is what the agent loops said of each row.

@@ -43,6 +43,7 @@ class KPOPolicyLossConfig(_Checked):
         max_log_ratio: the filtered log ratio is cut here before the exponential; no gradient beyond.
         mask_mode: at columns that are not the model's, ``zero_observation`` (released: the filter advances on a
             ratio of 1) or ``skip`` (the filter waits).
+        reset: in a sequence of several turns the filter starts anew with each ``turn``, or once a ``sequence``.
     """
 
     kalman_q: Positive = 1e-6
@@ -50,6 +51,7 @@ class KPOPolicyLossConfig(_Checked):
     is_clip: bool = True
     max_log_ratio: Positive = 10.0
     mask_mode: Literal["zero_observation", "skip"] = "zero_observation"
+    reset: Literal["turn", "sequence"] = "turn"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -177,6 +177,17 @@ ESTIMATORS: dict[str, Estimator] = {one.name: one for one in OURS}
 """Our estimators by name; `load_others` adds those of other packages."""
 
 
+def of_loops(name: str, algorithm: Any) -> list[str]:
+    """The row fields, of those that only an agent loop can say, that an estimator cannot do without."""
+    estimator = ESTIMATORS[name]
+    fields = set(estimator.group_by(algorithm))
+    if name in ("hgpo", "gigpo"):
+        fields.add("anchor_obs")
+    if name == "dr_mas" and not fields and estimator.settings(algorithm)["level"] == "agent":
+        fields.add("agent_id")
+    return sorted(fields & {"agent_id", "anchor_obs"})
+
+
 def check(algorithm: Any, names: Collection[str]) -> None:
     """Check the options of the named estimators, and of every other one that ``algorithm`` has a node for.
 

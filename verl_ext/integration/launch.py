@@ -103,6 +103,7 @@ def prepare(config: Any) -> None:
     from verl_ext.integration import checks, estimators, names
     from verl_ext.integration.compat import registrations, verl_api
     from verl_ext.integration.mix import component_names
+    from verl_ext.integration.settings import merging
 
     node = config.get("verl_ext") or {}
     if node.get("platform") in registrations.PLATFORMS:
@@ -128,6 +129,7 @@ def prepare(config: Any) -> None:
     if node.get("platform") == "cpu":
         told.append("VERL_PLATFORM")
     print(f"verl_ext {verl_ext.__version__}: estimators {', '.join(component_names(config.algorithm))}", flush=True)
+    print(merging.statement(config), flush=True)
     _to_ray(config, {name: os.environ[name] for name in map(str, told) if name in os.environ})
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from verl_ext.integration.compat import wraps
-from verl_ext.integration.engines import imitation
+from verl_ext.integration.engines import imitation, loss_turns
+from verl_ext.integration.turns import Turns
 from verl_ext.methods.divergence_augmented import divergence_augmented_terms
 from verl_ext.methods.hybrid_imitation import hybrid_imitation_terms
 from verl_ext.methods.kpo import kpo_loss_terms, steady_state_gain, time_constant
@@ -56,13 +57,11 @@ def kpo(
     from verl.trainer.ppo.core_algos import agg_loss
 
     options = _options(config, "kpo", "kalman_q")
+    turns = loss_turns.current() if options.reset == "turn" else Turns()
     low = config.clip_ratio_low if config.clip_ratio_low is not None else config.clip_ratio
     high = config.clip_ratio_high if config.clip_ratio_high is not None else config.clip_ratio
     loss_mat, stats = kpo_loss_terms(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
+        *map(turns.unpack, (old_log_prob, log_prob, advantages, response_mask)),
         q=options.kalman_q,
         r=options.kalman_r,
         is_clip=options.is_clip,
@@ -70,8 +69,9 @@ def kpo(
         clip_ratio_high=high,
         max_log_ratio=options.max_log_ratio,
         mask_mode=options.mask_mode,
-        rollout_is_weights=rollout_is_weights,
+        rollout_is_weights=None if rollout_is_weights is None else turns.unpack(rollout_is_weights),
     )
+    loss_mat = turns.pack(loss_mat)
     loss = agg_loss(loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
     return loss, _metrics(stats, options.kalman_q / options.kalman_r)
 
@@ -94,15 +94,14 @@ def divergence_augmented(
         ValueError: ``policy_loss`` has not the options of this loss; use the recipe ``divergence_augmented``.
     """
     options = _options(config, "divergence_augmented", "dapo_beta")
-    terms, divergence = divergence_augmented_terms(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
+    turns = loss_turns.current()
+    found = divergence_augmented_terms(
+        *map(turns.unpack, (old_log_prob, log_prob, advantages, response_mask)),
         beta=options.dapo_beta,
         c=options.dapo_c,
         rho_bar=options.dapo_rho_bar,
     )
+    terms, divergence = map(turns.pack, found)
     if rollout_is_weights is not None:
         terms = terms * torch.where(response_mask.bool(), rollout_is_weights, 0.0)
     means = {
@@ -140,15 +139,13 @@ def hybrid_imitation(
             "+recipe=hybrid_imitation and actor_rollout_ref.actor.strategy=fsdp2."
         )
     kl, *masses = (found[name] for name in imitation.OUTPUTS)
-    dense, sparse = hybrid_imitation_terms(
-        kl,
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
+    turns = loss_turns.current()
+    both = hybrid_imitation_terms(
+        *map(turns.unpack, (kl, old_log_prob, log_prob, advantages, response_mask)),
         imitation_lambda=options.imitation_lambda,
         future_kl=options.future_kl,
     )
+    dense, sparse = map(turns.pack, both)
     if rollout_is_weights is not None:
         sparse = sparse * torch.where(response_mask.bool(), rollout_is_weights, 0.0)
     means = {"actor/imitation/kl": kl, "actor/imitation/student_mass": masses[0]}

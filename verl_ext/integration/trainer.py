@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from verl_ext.integration import checks, columns, names, parts
+from verl_ext.integration import checks, columns, names, parts, turns
 from verl_ext.integration.compat import verl_api, wraps
 from verl_ext.integration.models.lead import LeadMixin
 from verl_ext.integration.models.separate import SeparateLead
@@ -127,12 +127,16 @@ class VerlExtTrainer:
 
     def _advantage(self, original: Any) -> Any:
         def compute(data: Any, batch_keys: list[str], adv_estimator: Any, **kwargs: Any) -> Any:
+            active = self._rows
+            if active.stored and list(batch_keys) != active.stored:
+                raise RuntimeError("the sequences were put in another order after their row fields were read")
+            rows, keys = turns.unpacked(data, active.turns), list(active.keys or batch_keys)
             for part in self.parts:
-                part.before_advantage(data, batch_keys, self._rows)
-            data = parts.methods.estimate(original, data, batch_keys, adv_estimator, self._rows, **kwargs)
+                part.before_advantage(rows, keys, active)
+            rows = parts.methods.estimate(original, rows, keys, adv_estimator, active, **kwargs)
             for part in self.parts:
-                part.after_advantage(data, batch_keys, self._rows)
-            return data
+                part.after_advantage(rows, keys, active)
+            return turns.packed(rows, data, active.turns)
 
         return compute
 

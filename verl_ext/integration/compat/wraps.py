@@ -168,6 +168,11 @@ RUN_AGENT_LOOP = _target(
     "experimental/agent_loop/agent_loop.py:661, called by AgentLoopWorkerTQ._run_prompt",
     "verl logs what a rollout raises in the worker and drops it; the trainer is not told of which or why",
 )
+COMPUTE_SCORE = _target(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score(self, outputs, kwargs)",
+    "experimental/agent_loop/agent_loop.py:967, called by AgentLoopWorkerTQ._agent_loop_postprocess",
+    "turns are merged between the score, which is of the last call, and the store, which one method holds together",
+)
 REWARD_FUNCTION = _target(
     "verl.trainer.ppo.reward:get_custom_reward_fn(config)",
     "trainer/ppo/reward.py:56, called by load_reward_manager in the reward workers",

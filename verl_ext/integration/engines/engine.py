@@ -23,6 +23,7 @@ import torch
 from verl_ext.integration.compat import verl_api, wraps
 from verl_ext.integration.engines.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engines.imitation import ImitationMixin
+from verl_ext.integration.engines.loss_turns import LossTurnsMixin
 from verl_ext.integration.engines.micro_batch import ONE_PASS, full, positions, response_positions, said
 from verl_ext.integration.engines.token_kl import TokenKLMixin
 from verl_ext.integration.engines.update_step import UpdateStepMixin
@@ -284,7 +285,14 @@ def _statistics(
 
 
 MIXINS: dict[str, tuple[type, ...]] = {
-    "language_model": (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, TokenKLMixin, OnePassMixin),
+    "language_model": (
+        UpdateStepMixin,
+        AgentGradientsMixin,
+        LossTurnsMixin,
+        ImitationMixin,
+        TokenKLMixin,
+        OnePassMixin,
+    ),
     "value_model": (UpdateStepMixin,),
 }
 """The parts of the workers' side in order, the outermost first: agents are separated of what the one pass has made."""

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 COUNTS = (
     "count",
     "rows",
+    "turns",
+    "sequences",
     "tokens",
+    "tokens_by_call",
     "trajectories",
     "missing_trajectories",
     "failed_trajectories",

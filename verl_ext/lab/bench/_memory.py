@@ -129,18 +129,18 @@ def measure(method: str, rows: int, length: int) -> dict[str, float]:
     function, outputs = METHODS[method]
     function(make_batch(2 * GROUP, 16))  # imports, and tables that are kept
     batch = make_batch(rows, length)
-    ballast = _fill_to_peak()
-    before = _peak()
+    ballast = fill_to_peak()
+    before = peak()
     start = time.thread_time()
     function(batch)
     seconds = time.thread_time() - start
-    grown = _peak() - before
+    grown = peak() - before
     del ballast
     unit = rows * length * 4
     return {"tokens": rows * length, "bytes": grown, "extra": grown / unit - outputs, "seconds": seconds}
 
 
-def _fill_to_peak() -> np.ndarray | None:
+def fill_to_peak() -> np.ndarray | None:
     """Memory that lifts this process to its highest resident size so far, after free memory went back to the system.
 
     Without it the first growth of the measured call would hide below an earlier peak. Linux only.
@@ -151,11 +151,12 @@ def _fill_to_peak() -> np.ndarray | None:
         return None
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    missing = _peak() - int(statm.read_text().split()[1]) * resource.getpagesize()
+    missing = peak() - int(statm.read_text().split()[1]) * resource.getpagesize()
     return np.ones(max(0, missing), dtype=np.uint8)
 
 
-def _peak() -> int:
+def peak() -> int:
+    """Highest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

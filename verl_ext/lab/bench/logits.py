@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_ext.lab.bench._memory import _fill_to_peak, _peak
+from verl_ext.lab.bench._memory import fill_to_peak, peak
 from verl_ext.lab.bench._shared import Parser, alternate, child, progress, ratio, rounded
 from verl_ext.methods.dvp import PUBLISHED_RHO
 from verl_ext.methods.logits.logits_pass import TokenStatistics, token_statistics
@@ -271,10 +271,10 @@ def extra_memory(vocabulary: int, dtype: torch.dtype, device: torch.device) -> i
         gradient = step(logits)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - gradient.nbytes
-    ballast = _fill_to_peak()
-    before = _peak()
+    ballast = fill_to_peak()
+    before = peak()
     gradient = step(logits)
-    grown = _peak() - before - gradient.nbytes
+    grown = peak() - before - gradient.nbytes
     del ballast
     return grown
 

@@ -29,9 +29,21 @@ from verl_ext.lab.bench._shared import Parser, alternate, child, ratio
 
 VARIANTS = ("verl", "grpo", "otb", "dvp")
 GOAL = 1.05
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_EXT_STRICT": "1",
+    "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
+    "VERL_EXT_TRAINING_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+}
+"""Of a process of its own: verl settles on its platform, and the plugin on extending the engines, at their import."""
 
 
-def _engine(folder: str, vocabulary: int) -> Any:
+def make_engine(folder: str, vocabulary: int, positions: int = 1024) -> Any:
     """verl's FSDP engine with an untrained model of the demo's size."""
     import torch
     from tokenizers import Tokenizer, models
@@ -48,7 +60,7 @@ def _engine(folder: str, vocabulary: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,
@@ -137,7 +149,7 @@ def measure(rounds: int, rows: int, prompt: int, response: int, vocabulary: int,
         return middle - start, time.process_time() - middle
 
     with tempfile.TemporaryDirectory() as folder:
-        engine = _engine(folder, vocabulary)
+        engine = make_engine(folder, vocabulary)
         torch.set_num_threads(1)
         found = alternate(lambda call: call(), [partial(step, engine, name) for name in VARIANTS], rounds)
     torch.distributed.destroy_process_group()
@@ -179,19 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.child:
         print("\n" + json.dumps(measure(options.rounds, *shape)))
         return 0
-    # A process of its own: verl settles on its platform, and the plugin on extending the engines, when it is imported.
-    environment = {
-        **os.environ,
-        "VERL_PLATFORM": "cpu",
-        "VERL_EXT_STRICT": "1",
-        "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin",
-        "VERL_EXT_TRAINING_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-    }
+    environment = {**os.environ, **ENVIRONMENT}
     try:
         said = child("step", "--child", *(sys.argv[1:] if argv is None else argv), environment=environment)
     except RuntimeError as error:

@@ -51,6 +51,18 @@ def column(points: pandas.DataFrame, name: str) -> pandas.Series:
     return points[name] if name in points else pandas.Series(math.nan, index=points.index)
 
 
+def merged_turns(points: pandas.DataFrame) -> str:
+    """How many turns became one sequence in the run, and what that saves, in a line; empty where none was merged."""
+    names = ("turns", "sequences", "tokens", "tokens_by_call")
+    turns, sequences, tokens, by_call = (float(column(points, f"rollout/{name}").sum()) for name in names)
+    if not sequences < turns:
+        return ""
+    return (
+        f"turns that continue each other were trained as one sequence: {turns:.0f} turns in {sequences:.0f} sequences, "
+        f"{tokens:.0f} tokens in place of {by_call:.0f} (verl_ext.merge_turns)"
+    )
+
+
 def estimated(points: pandas.DataFrame, agents: Sequence[str]) -> bool:
     """Whether the norm of any of the agents' gradients is an estimate in any step."""
     return any(

@@ -26,7 +26,7 @@ import pandas
 
 from verl_ext.common.overrides import Failure
 from verl_ext.lab.demo.assets import interrupted_by_sigterm
-from verl_ext.lab.demo.curve import column, draw, read_metrics
+from verl_ext.lab.demo.curve import column, draw, merged_turns, read_metrics
 from verl_ext.lab.demo.tasks import DemoTask, choose, overrides
 from verl_ext.lab.report.logs import is_begun
 from verl_ext.lab.whatif.command import last_batches
@@ -122,6 +122,8 @@ def run_task(
     if others := last_batches(out):
         print(f"what other estimators would have done with the last batches (verl-ext whatif {shlex.quote(str(out))}):")
         print(others)
+    if merged := merged_turns(points):
+        print(merged)
     print(f"the rollouts: verl-ext rollouts {shlex.quote(str(out))} --html {shlex.quote(str(out / 'rollouts.html'))}")
     for name, one in summary["agents"].items():
         print(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loop worker in a run of ours: each trajectory in turn, contained, and noted where it is lost."""
+"""verl's agent loop worker in a run of ours: each trajectory in turn, contained and noted where it is lost, its outputs
+checked, completed and merged before they are stored."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import traceback
 from contextvars import ContextVar
 from typing import Any
 
-from verl_ext.integration import store_notes
-from verl_ext.rollout.shared import garbage
+from verl_ext.integration import estimators, store_notes
+from verl_ext.integration.mix import component_names
+from verl_ext.integration.settings import merging
+from verl_ext.rollout.shared import garbage, one_output, outputs
 from verl_ext.rollout.shared.contain import contained
+from verl_ext.rollout.shared.merge import merge
+from verl_ext.rollout.shared.per_config import once
 from verl_ext.rollout.shared.turns import in_turn
 
 LONGEST = 6000
@@ -43,3 +48,29 @@ def noting(run_agent_loop: Any) -> Any:
             raise
 
     return run
+
+
+def merging_turns(compute_score: Any) -> Any:
+    """verl's `AgentLoopWorker._compute_score`, which verl calls between the loop and its store with the list of outputs
+    that it stores: afterwards that holds the sequences."""
+
+    @functools.wraps(compute_score)
+    async def run(self: Any, found: list[Any], kwargs: dict[str, Any]) -> None:
+        outputs.check(found)
+        await compute_score(self, found, kwargs=kwargs)
+        outputs.complete(self.config, found, int(kwargs.get("global_steps", 0)))
+        merges, sees_turns, needed = once(self.config, merging.KEY, lambda: _asked(self.config))
+        if sees_turns and len(found) == 1:
+            one_output.lay_out(found[0], needed, self.tokenizer)
+        if merges:
+            found[:] = merge(found)
+
+    return run
+
+
+def _asked(config: Any) -> tuple[bool, bool, set[str]]:
+    """Whether outputs are merged, whether a single one holds turns, and what has to be known of these."""
+    estimators.load_others()
+    used = [name for name in component_names(config.algorithm) if name in estimators.ESTIMATORS]
+    needed = {field for name in used for field in estimators.of_loops(name, config.algorithm)}
+    return merging.merges(config), merging.sees_turns(config, bool(used)), needed

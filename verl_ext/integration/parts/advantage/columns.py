@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row fields of the batch: read once, kept for all parts; and rows that their agent loop took out are not trained on.
+"""Row fields of the batch's turns: read once, kept for all parts; and turns that their agent loop took out are not
+trained on.
 
-A row whose agent loop says ``valid_row: false`` gets ``response_mask`` and ``loss_mask`` 0 before any pass over the
-batch, so it is in no loss term, no KL, no entropy and no denominator, whatever the estimator.
+What verl has stored are sequences, and which turns they hold is said here (`verl_ext.integration.turns`). A turn whose
+agent loop says ``valid_row: false`` gets ``response_mask`` and ``loss_mask`` 0 before any pass over the
+batch, so it is in no loss term, no KL, no entropy and no denominator, whatever the estimator: of a sequence here, of a
+turn in one when it is merged.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_ext.integration import columns
-from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.columns import ActiveBatch, is_real
 from verl_ext.integration.compat import data_plane
+from verl_ext.integration.engines import loss_turns
 from verl_ext.integration.estimators import ESTIMATORS
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings import merging, model_options
 from verl_ext.integration.settings.options import OptionError, bypass, option, select
+from verl_ext.integration.turns import Layout, Turns, lay_out
 
 VERL_OTB = {"optimal_token_baseline", "tir_optimal_token_baseline"}
 """verl's own estimators that read sum_pi_squared, which V1 never asks the engine for."""
@@ -29,15 +34,17 @@ class Columns(Part):
     def __init__(self, config: Any, trainer: Any = None) -> None:
         super().__init__(config, trainer)
         self.needs = engine_columns(config)
+        names = component_names(config.algorithm)
+        self.along = "gae" in names and merging.merges(config)
         self._extra: dict[str, Mapping[str, Any]] = {}
         self._of_padding: Mapping[str, Any] = {}
         self._batch: Any = None
-        self._keys: list[str] = []
 
     @classmethod
     def check(cls, config: Any) -> list[str]:
         if "sum_pi_squared" in engine_columns(config):
             check_sum_pi_squared(config)
+        merging.merges(config)
         return []
 
     def on_sample(self, batch: Any) -> Any:
@@ -55,11 +62,18 @@ class Columns(Part):
         return take_out(batch, out) if out else batch
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        active.extra_fields = [self._extra.get(key, self._of_padding) for key in batch.keys]
-        found, active.missing = columns.row_fields(batch.keys, batch.tags, active.extra_fields)
+        said = [self._extra.get(key, self._of_padding) for key in batch.keys]
+        active.stored, active.said, active.along = list(batch.keys), said, self.along
+        layout = lay_out(batch.keys, batch.tags, said)
+        active.turns, active.keys, active.tags = layout.turns, layout.keys, layout.tags
+        active.extra_fields = layout.said
+        found, active.missing = columns.row_fields(active.keys, active.tags, active.extra_fields)
         active.columns.update(found)
+        self.metrics.update(sizes(batch.tags, layout))
+        if active.turns.sequence is not None and set(merging.losses(self.config)) & set(merging.OURS):
+            store_numbers(batch, active.turns)
         active.earned = {name: found[name] for name in ("valid_row", "turn_reward") if name in found}
-        self._batch, self._keys = batch, list(batch.keys)
+        self._batch = batch
         return batch
 
     def before_old_log_prob(self, batch: Any) -> Any:
@@ -68,8 +82,6 @@ class Columns(Part):
         return batch
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
-        if list(keys) != self._keys:
-            raise RuntimeError("the rows were put in another order after their row fields were read")
         if "sum_pi_squared" not in self.needs:
             return
         from verl.workers.utils.padding import response_from_nested
@@ -81,7 +93,7 @@ class Columns(Part):
                 "actor_rollout_ref.model.use_fused_kernels=false and an FSDP, VeOmni or Megatron engine."
             )
         nested = response_from_nested(found["sum_pi_squared"], found["response_mask"])
-        data.batch["sum_pi_squared"] = nested.to_padded_tensor(0.0).float()
+        data.batch["sum_pi_squared"] = active.turns.unpack(nested.to_padded_tensor(0.0).float())
 
 
 def engine_columns(config: Any) -> set[str]:
@@ -131,6 +143,27 @@ def check_sum_pi_squared(config: Any) -> None:
             f"{who} needs sum_pi_squared from the training engine; verl's {strategy!r} engine does not compute it. "
             "Set actor_rollout_ref.actor.strategy to fsdp, fsdp2, megatron or veomni."
         )
+
+
+def sizes(tags: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str, float]:
+    """How many sequences and turns a batch has without padding; the tokens of its sequences, and how many they would be
+    if each turn were a sequence with all that stands before it."""
+    real = [int(tag["seq_len"]) for tag in tags if is_real(tag)]
+    by_call = real
+    if layout.turns.sequence is not None:
+        ends = zip(layout.tags, layout.turns.end.tolist(), strict=True)
+        by_call = [int(tag["prompt_len"]) + end for tag, end in ends if is_real(tag)]
+    found = {"sequences": len(real), "turns": len(by_call), "tokens": sum(real), "tokens_by_call": sum(by_call)}
+    return {f"rollout/{name}": float(count) for name, count in found.items()}
+
+
+def store_numbers(batch: Any, turns: Turns) -> None:
+    """Say at each token of verl's store which turn it belongs to, for losses that look along a turn."""
+    import torch
+
+    rows = zip(turns.numbers().unbind(), batch.tags, strict=True)
+    numbers = torch.nested.as_nested_tensor([row[: tag["response_len"]] for row, tag in rows], layout=torch.jagged)
+    data_plane.write(batch, {loss_turns.COLUMN: numbers})
 
 
 def _mark_empty(batch: Any, masks: Any) -> None:

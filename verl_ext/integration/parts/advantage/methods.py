@@ -46,7 +46,10 @@ class Methods(Part):
         if "dr_mas" in used:
             _agents_statistics(ESTIMATORS["dr_mas"].settings(algorithm))
         said = [
-            warning for name in used for field in _of_loops(name, algorithm) for warning in told(config, name, field)
+            warning
+            for name in used
+            for field in estimators.of_loops(name, algorithm)
+            for warning in told(config, name, field)
         ]
         return [*_alone(config, used), *_gamma(config, used), *said]
 
@@ -98,17 +101,6 @@ def _agents_statistics(options: Mapping[str, Any]) -> None:
             f"algorithm.dr_mas.statistics={options['statistics']} with level={options['level']}, which takes no "
             "statistic of an agent. Set algorithm.dr_mas.level=agent, or statistics=both."
         )
-
-
-def _of_loops(name: str, algorithm: Any) -> list[str]:
-    """The row fields, of those that only an agent loop can say, that an estimator cannot do without."""
-    estimator = ESTIMATORS[name]
-    fields = set(estimator.group_by(algorithm))
-    if name in ("hgpo", "gigpo"):
-        fields.add("anchor_obs")
-    if name == "dr_mas" and not fields and estimator.settings(algorithm)["level"] == "agent":
-        fields.add("agent_id")
-    return sorted(fields & {"agent_id", "anchor_obs"})
 
 
 def told(config: Any, who: str, field: str) -> list[str]:
@@ -182,9 +174,13 @@ def estimate(
         return data
 
     def of_samples(data: Any, name: Any) -> Any:
-        ours = getattr(name, "value", name) in {*ESTIMATORS, "mix"}
+        plain = getattr(name, "value", name)
         rows = torch.as_tensor(active.columns["valid_row"]).nonzero().squeeze(-1)
-        if ours or len(rows) == len(keys):
+        if plain in {*ESTIMATORS, "mix"}:
+            return verls(data, batch_keys=keys, adv_estimator=name, **settings)
+        if plain == "gae" and active.along:
+            return over_gaps(verls, data, active, adv_estimator=name, **settings)
+        if len(rows) == len(keys):
             return verls(data, batch_keys=keys, adv_estimator=name, **settings)
         with columns.active(active.select(rows)):
             part = data.select_idxs(rows)
@@ -216,6 +212,31 @@ def estimate(
         active.columns["traj_uid"] = shared
 
 
+def over_gaps(verls: Callable[..., Any], data: Any, active: ActiveBatch, **settings: Any) -> Any:
+    """verl's ``gae`` on the sequences: values and deltas run from turn to turn over what lies between, where a row a
+    call ends an episode with each call. Each turn's reward is on its last token, where it is known; otherwise the
+    outcome is on the last turn's. `data` is of turns, as is what comes back."""
+    from tensordict import TensorDict
+
+    turns, batch = active.turns, data.batch
+    mask, scores = batch["response_mask"], batch["token_level_scores"]
+    kl = batch["token_level_rewards"] - scores
+    own = scores.double().sum(-1)
+    if "turn_reward" in active.columns:  # with the KL of its turn, which is on the tokens here
+        own = torch.as_tensor(active.columns["turn_reward"]) - kl.double().sum(-1)
+    elif turns.sequence is not None:
+        own = own * torch.nn.functional.pad(turns.sequence.diff() != 0, (0, 1), value=True)
+    last = mask.shape[1] - 1 - mask.flip(-1).argmax(-1)
+    rewards = kl.index_put((torch.arange(len(mask)), last), own.to(kl.dtype), accumulate=True)
+    whole = {"values": batch["values"], "token_level_rewards": rewards, "response_mask": mask}
+    packed = TensorDict({name: turns.pack(column) for name, column in whole.items()}, batch_size=len(active.stored))
+    rows = type(data)(batch=packed, non_tensor_batch={}, meta_info=dict(data.meta_info))
+    found = verls(rows, batch_keys=list(active.stored), **settings).batch
+    for name in ("advantages", "returns"):
+        batch[name] = torch.where(mask.bool(), turns.unpack(found[name]), 0.0)
+    return data
+
+
 def complete(active: ActiveBatch, data: Any) -> None:
     """Add the token columns that verl already fetched, and settle the reward of each row.
 
@@ -241,8 +262,13 @@ def complete(active: ActiveBatch, data: Any) -> None:
     active.columns["score"] = rewards.numpy()
     active.earned = {"valid_row": valid, **active.earned, "score": scores.numpy()}
     if "turn_reward" not in active.columns:
-        if columns.one_row_each(active.columns["traj_uid"], valid):
-            active.columns["turn_reward"] = np.where(valid, rewards.numpy(), 0.0)
+        said = [row.get("turn_reward") for row in active.extra_fields] or [None] * len(valid)
+        lacking = np.array([reward is None for reward in said]) & valid
+        if columns.one_row_each(active.columns["traj_uid"], valid, lacking):
+            own = [
+                score if reward is None else float(reward) for reward, score in zip(said, scores.tolist(), strict=True)
+            ]
+            active.columns["turn_reward"] = np.where(valid, np.array(own) + (rewards - scores).numpy(), 0.0)
             active.missing.pop("turn_reward", None)
     else:
         active.columns["turn_reward"] = active.columns["turn_reward"] + (rewards - scores).numpy()

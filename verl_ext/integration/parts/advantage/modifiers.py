@@ -50,7 +50,7 @@ class Modifiers(Part):
 
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         before, mask = data.batch["advantages"], data.batch["response_mask"]
-        entropy = fetch(self.batch, ["entropy"])["entropy"].to_padded_tensor(0.0)
+        entropy = active.turns.unpack(fetch(self.batch, ["entropy"])["entropy"].to_padded_tensor(0.0))
         after = empg(
             before,
             entropy,

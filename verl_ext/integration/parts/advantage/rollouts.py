@@ -23,13 +23,13 @@ class Rollouts(Part):
     """Reports what the loops say of a batch, and refuses one of which nothing can be trained on."""
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        rows = list(zip(batch.keys, active.extra_fields, strict=True))
+        rows = list(zip(active.keys, active.extra_fields, strict=True))
         said = {
             "traj_uid": active.columns["traj_uid"],
             "turn_index": [split_key(key)[2] for key, _ in rows],  # calls made side by side share a turn
             "valid_row": [truth(row, "valid_row", key) for key, row in rows],  # also of what other parts took out
         }
-        self.metrics.update(rollout_metrics(said, batch.tags, active.extra_fields))
+        self.metrics.update(rollout_metrics(said, active.tags, active.extra_fields))
         require_a_row(active.columns, self.metrics)
         return batch
 

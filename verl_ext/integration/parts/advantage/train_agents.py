@@ -103,7 +103,7 @@ class TrainAgents(Part):
             own = {**columns, "traj_uid": own_trajectories(columns)}
             columns["turn_reward"] = carried(own, valid, trained, gamma)
         columns["valid_row"] = trained
-        real = [is_real(tag) for tag in batch.tags]
+        real = [is_real(tag) for tag in active.tags]
         self.metrics["rollout/rows_of_other_agents"] = float(np.sum(valid & real) - np.sum(trained & real))
         return batch
 

@@ -52,8 +52,9 @@ class Record(Part):
         found = fetch(self.batch, ["prompts", "responses", "entropy"])
         tokens = {name: data.batch[name] for name in TOKENS if name in data.batch.keys()}
         if "entropy" in found and "entropy" not in tokens:
-            tokens["entropy"] = found["entropy"].to_padded_tensor(0.0)
-        texts = {name: found[name].unbind() for name in ("prompts", "responses")}
+            tokens["entropy"] = active.turns.unpack(found["entropy"].to_padded_tensor(0.0))
+        prompts, responses = active.turns.texts(found["prompts"].unbind(), found["responses"].unbind())
+        texts = {"prompts": prompts, "responses": responses}
         record = record_of(self.trainer.global_steps, self.config, keys, active, tokens, texts)
         node, repeat = self.config.verl_ext, int(self.trainer.local_trigger_step)
         write(Path(node.record_dir), record, repeat, keep=int(select(node, "record_steps", 1)))

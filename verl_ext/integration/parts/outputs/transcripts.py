@@ -55,9 +55,10 @@ class Transcripts(Part):
             active.extra_fields,
             score=data.batch["token_level_rewards"].double().sum(-1).numpy(),
             advantage=row_advantages(data.batch["advantages"], data.batch["response_mask"]),
-            padding=[not is_real(tag) for tag in self.batch.tags],
+            padding=[not is_real(tag) for tag in active.tags],
         )
         texts = fetch(self.batch, ["prompts", "responses"])
         first = self.trainer.local_trigger_step == 0
         models = [str(said.get("model") or POLICY) for said in active.extra_fields]
-        self._writer.add(records, texts["prompts"].unbind(), texts["responses"].unbind(), first, models)
+        asked, answered = active.turns.texts(texts["prompts"].unbind(), texts["responses"].unbind())
+        self._writer.add(records, asked, answered, first, models)

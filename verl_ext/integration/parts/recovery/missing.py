@@ -143,7 +143,6 @@ class Missing(Part):
 
     def on_sample(self, batch: Any) -> Any:
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_real(tag)]
-        self.metrics["rollout/rows"] = len(real)
         self.metrics["rollout/trajectories"] = len({split_key(key)[1] for key in real})
         return batch
 

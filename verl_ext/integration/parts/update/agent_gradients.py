@@ -19,6 +19,7 @@ from verl_ext.integration.engines.agent_gradients import AGENT, AGENTS, KEY, met
 from verl_ext.integration.parts.advantage.methods import told
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import not_extended, option, require_fsdp
+from verl_ext.integration.turns import Turns
 
 
 class AgentGradients(Part):
@@ -40,7 +41,7 @@ class AgentGradients(Part):
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
         with columns.active(active):
-            self._agent_of = agent_by_key(active.columns, batch.keys)
+            self._agent_of = agent_by_key(active.columns, batch.keys, active.turns)
         return batch
 
     def before_update(self, batch: Any) -> Any:
@@ -58,11 +59,13 @@ class AgentGradients(Part):
         self.metrics.update(named_metrics(metrics, self._names))
 
 
-def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    """The agent of each row by its storage key. Raises RowFieldMissing: the rows carry no ``agent_id``."""
+def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str], turns: Turns | None = None) -> dict[str, str]:
+    """The agent of each sequence, whose turns are all of one, by its storage key. Raises RowFieldMissing: the rows
+    carry no ``agent_id``."""
     if "agent_id" not in columns:
         raise demand("agent_id", KEY)
-    return {key: str(agent) for key, agent in zip(keys, columns["agent_id"], strict=True)}
+    rows = range(len(keys)) if turns is None or turns.sequence is None else turns.sequence.tolist()
+    return {keys[row]: str(agent) for row, agent in zip(rows, columns["agent_id"], strict=True)}
 
 
 def number_agents(

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl_ext.integration.columns import ActiveBatch, is_trained
+import torch
+
+from verl_ext.integration.columns import ActiveBatch
 from verl_ext.integration.compat.data_plane import fetch
 from verl_ext.integration.engines.update_step import FACTOR, LEARNING_RATE
 from verl_ext.integration.parts.base import Part
@@ -66,8 +68,9 @@ class LengthLearningRate(Part):
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
         if self.trainer.local_trigger_step:  # a later update of the same step
             return batch
-        masks = fetch(batch, ["response_mask"])["response_mask"].unbind()
-        lengths = [float(mask.sum()) for mask, tag in zip(masks, batch.tags, strict=True) if is_trained(tag)]
+        masks = active.turns.unpack(fetch(batch, ["response_mask"])["response_mask"].to_padded_tensor(0))
+        valid = active.columns["valid_row"]
+        lengths = masks.sum(-1).double()[torch.as_tensor(valid)].tolist()
         length = sum(lengths) / max(len(lengths), 1)
         self.schedule.observe(self.step, length)
         return batch

@@ -33,6 +33,7 @@ from verl_ext.integration.engines import engine
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import OptionError, bypass, not_extended
+from verl_ext.integration.turns import Turns
 
 NOT_PRUNED = "dvp: the training engine has not pruned"
 
@@ -119,7 +120,7 @@ class Pruning(Part):
         return batch
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
-        self._shown = self.show_outside(data, keys)
+        self._shown = self.show_outside(data, active.stored, active.turns)
 
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         hide_outside(data, self._shown)
@@ -184,7 +185,7 @@ class Pruning(Part):
             self.outside = Outside(keys, mask.bool() & ~trained.bool())
         return changed
 
-    def show_outside(self, data: Any, batch_keys: Sequence[str]) -> torch.Tensor | None:
+    def show_outside(self, data: Any, stored: Sequence[str], turns: Turns | None = None) -> torch.Tensor | None:
         """Let the estimators see the rows as the model wrote them, with no gradient at the tokens outside the set.
 
         Estimators count tokens and sum rewards under ``response_mask``, and some of verl's begin a new return where it
@@ -198,7 +199,8 @@ class Pruning(Part):
         if self.outside is None:
             return None
         trained = data.batch["response_mask"]
-        outside = self.outside.rows(batch_keys, trained.shape[1])
+        turns = turns or Turns()
+        outside = turns.unpack(self.outside.rows(stored, turns.shape[1] or trained.shape[1]))
         outside &= trained.bool().any(-1, keepdim=True)  # a row that rollout correction rejected stays so
         data.batch["response_mask"] = torch.where(outside, torch.ones_like(trained), trained)
         for name, none in (("old_log_probs", 0.0), ("sum_pi_squared", 1.0)):

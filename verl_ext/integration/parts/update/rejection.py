@@ -39,6 +39,7 @@ from verl_ext.integration.settings.options import (
     require_fsdp,
     select,
 )
+from verl_ext.integration.turns import Turns
 from verl_ext.methods import kernel_reward, rejection
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import AtLeastOne, NotNegative, Positive, parameters
@@ -175,6 +176,7 @@ class RejectionRules(Part):
         self._found: dict[str, Rejection] = {}
         self._rows = torch.empty(0, dtype=torch.int64)
         self._mask = self._kept = torch.empty(0)
+        self._turns = Turns()
 
     @classmethod
     def wanted(cls, config: Any) -> bool:
@@ -211,8 +213,8 @@ class RejectionRules(Part):
             token_kl.ask(config, _asked(options(config, "trm")))
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
-        self._batch = batch
-        self._said = active.extra_fields
+        self._batch, self._turns = batch, active.turns
+        self._said = active.said
         return batch
 
     @property
@@ -241,7 +243,7 @@ class RejectionRules(Part):
 
     def after_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         data.batch["response_mask"] = self._kept
-        store(self._batch, self._kept)
+        store(self._batch, self._turns.pack(self._kept))
         tokens = {name: data.batch[name][self._rows] for name in SAMPLER if name in data.batch.keys()}
         mask, kept = self._mask[self._rows], self._kept[self._rows]
         advantages = data.batch["advantages"][self._rows]
@@ -257,10 +259,10 @@ class RejectionRules(Part):
     def around_update(self, role: str, batch: Any) -> Iterator[None]:
         yield
         if role == "critic" and self.config.trainer.critic_warmup > self.trainer.global_steps:
-            store(self._batch, self._mask)  # no actor's update follows
+            store(self._batch, self._turns.pack(self._mask))  # no actor's update follows
 
     def after_update(self, metrics: dict[str, Any]) -> None:
-        store(self._batch, self._mask)
+        store(self._batch, self._turns.pack(self._mask))
 
     def _apply(self, name: str, given: Mapping[str, Any], data: Any, active: ActiveBatch) -> Rejection:
         """A rule's decision on the real rows."""
@@ -288,7 +290,7 @@ class RejectionRules(Part):
         if name == "draw":
             return self._draws(active)
         if name == "turn_texts":
-            return None if active.column("void") is not None else self._turn_texts()
+            return None if active.column("void") is not None else self._turn_texts(active)
         return active.column(name)
 
     def _draws(self, active: ActiveBatch) -> np.ndarray | None:
@@ -307,14 +309,16 @@ class RejectionRules(Part):
         found = data_plane.fetch(self._batch, [token_kl.COLUMN, "response_mask"])
         if token_kl.COLUMN not in found:
             raise not_extended(f"{token_kl.KEY}: the training engine has compared no distributions")
-        return response_from_nested(found[token_kl.COLUMN], found["response_mask"]).to_padded_tensor(0.0)
+        nested = response_from_nested(found[token_kl.COLUMN], found["response_mask"])
+        return self._turns.unpack(nested.to_padded_tensor(0.0))
 
-    def _turn_texts(self) -> np.ndarray:
+    def _turn_texts(self, active: ActiveBatch) -> np.ndarray:
         """[B] of what the model wrote in each row, also of what is kept out of the loss: a text for each stretch."""
         found = data_plane.fetch(self._batch, ["responses", "loss_mask"])
-        responses, masks = found["responses"].unbind(), found["loss_mask"].unbind()
+        _, responses = self._turns.texts(found["responses"].unbind(), found["responses"].unbind())
+        _, masks = self._turns.texts(found["loss_mask"].unbind(), found["loss_mask"].unbind())
         texts, tokenizers = np.empty(len(responses), dtype=object), self.trainer.tokenizers()
-        for row, (ids, mask, said) in enumerate(zip(responses, masks, self._said, strict=True)):
+        for row, (ids, mask, said) in enumerate(zip(responses, masks, active.extra_fields, strict=True)):
             tokenizer = tokenizers.get(said.get("model"), self.trainer.tokenizer)
             texts[row] = [tokenizer.decode(ids[start:end]) for start, end in stretches(mask[: len(ids)])]
         return texts

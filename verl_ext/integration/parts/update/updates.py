@@ -36,10 +36,8 @@ rejection. Entropy, KL and critic losses go the same way.
 from __future__ import annotations
 
 import heapq
-import inspect
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +45,7 @@ from typing import Any
 from verl_ext.integration.columns import ActiveBatch, BatchError, has_token, is_real, is_trained, split_key
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings import model_options
+from verl_ext.integration.settings.merging import fixed_mode
 from verl_ext.integration.settings.options import OptionError, has_critic, option, select, updated
 from verl_ext.methods.options import AtLeastOne
 
@@ -55,8 +54,6 @@ logger = logging.getLogger(__name__)
 KEY = "verl_ext.updates_per_batch"
 LOCAL_MEAN_LOSSES = ("geo_mean",)
 """verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
-FIXED_MODE = re.compile(r"""loss_agg_mode\s*=\s*["']([\w-]+)["']\s*[,)]""")
-"""In the source of a loss: it hands `agg_loss` a mode of its own, whatever ``loss_agg_mode`` says."""
 
 PARALLEL = (
     "ulysses_sequence_parallel_size",
@@ -231,21 +228,6 @@ def _gpus_a_row(section: Any, fsdp: str) -> int:
     strategy = str(select(section, "strategy", "fsdp"))
     engine = select(section, fsdp if strategy in ("fsdp", "fsdp2") else strategy)
     return math.prod(_size(engine, key) for key in PARALLEL)
-
-
-def fixed_mode(loss: str) -> str | None:
-    """The aggregation mode that a registered loss of verl always uses, or None if it follows ``loss_agg_mode``.
-
-    In verl 0.9.1 that is ``sapo``; in older trees ``gspo`` too. Told by its source, since no version tells.
-    """
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    try:
-        source = inspect.getsource(POLICY_LOSS_REGISTRY[loss])
-    except (KeyError, OSError):  # no such loss, which verl says; or one without a source file
-        return None
-    found = FIXED_MODE.search(source.split('"""')[-1])  # after the docstring
-    return found.group(1) if found else None
 
 
 def row_multiple(config: Any, updates: int, ranks: int, critic: bool) -> int:

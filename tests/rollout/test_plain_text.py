@@ -20,13 +20,13 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.lab.demo.smollm2 import find_gguf, mend_tokenizer
 from verl_ext.rollout import multi_turn, step_wise
+from verl_ext.rollout.environments.action import parse_action
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.orchestra import agent, orchestra
 from verl_ext.rollout.orchestra import loop as orchestra_loop
 from verl_ext.rollout.shared.plain_text import PlainText, control_tokens
 from verl_ext.rollout.shared.tags import tagged
 from verl_ext.rollout.shared.tools import arguments_of, linear_parser, read_calls
-from verl_ext.rollout.step_wise import parse_action
 
 # The parts of Qwen's template that matter here: tools, tool calls and results, reasoning left out of old answers.
 QWEN_STYLE = """

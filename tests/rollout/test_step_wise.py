@@ -22,8 +22,9 @@ from verl_ext.integration.columns import BatchError, row_fields
 from verl_ext.integration.parts.advantage.rollouts import require_a_row, rollout_metrics
 from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.rollout.environments import EnvironmentFault, EnvironmentUnavailable, runner
+from verl_ext.rollout.environments.action import Action, parse_action
 from verl_ext.rollout.environments.options import EnvironmentOptions
-from verl_ext.rollout.step_wise import AGENT_NAME, Action, StepWiseLoop, parse_action
+from verl_ext.rollout.step_wise import AGENT_NAME, StepWiseLoop
 
 sys.path.insert(0, str(Path(__file__).parent))  # the hosts get this process's path
 STEPS = {"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7}

@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 from verl_ext.common.overrides import Failure, UsageError
+from verl_ext.rollout.environments.action import parse_action
 from verl_ext.rollout.environments.options import DEFAULT_HISTORY, EnvironmentOptions
 from verl_ext.rollout.environments.protocol import EnvironmentFault, EnvironmentUnavailable, Step
 from verl_ext.rollout.environments.registry import BUILT_IN, load
 from verl_ext.rollout.environments.runner import open_session
 from verl_ext.rollout.environments.templates import TemplateError, load_template
-from verl_ext.rollout.step_wise import parse_action
 
 
 def list_environments(args: argparse.Namespace) -> int:

@@ -23,12 +23,12 @@ from transformers import LlamaForCausalLM
 from verl_ext.lab.demo.assets import Progress
 from verl_ext.lab.demo.model import Codec, make_model, sample, save_model, seeded, sequence_loss, train_tokenizer
 from verl_ext.lab.demo.recipes import LakeRecipe
+from verl_ext.rollout.environments.action import parse_action
 from verl_ext.rollout.environments.data import AGENT_LOOP, build_rows, write_parquet
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.environments.protocol import Observation
 from verl_ext.rollout.environments.shipped.gymnasium_env import GymnasiumEnvironment
 from verl_ext.rollout.environments.templates import load_template
-from verl_ext.rollout.step_wise import parse_action
 
 TEMPLATE = "compact"
 WORDS = ("left", "down", "right", "up")

@@ -272,10 +272,9 @@ class _Lessons:
 
     def step(self, rates: dict[torch.optim.Optimizer, float], give_up_share: float = 0.0) -> float:
         """One update of the mean loss over giving up and answering, without the noise of drawing one of them."""
-        model, codec, recipe = self.model, self.codec, self.recipe
-        talks = [
-            (task, self.rng.randrange(recipe.max_turns)) for task in self.rng.choices(self.tasks, k=recipe.batch_size)
-        ]
+        model, codec, turns = self.model, self.codec, self.recipe.max_turns
+        tasks = self.rng.choices(self.tasks, k=self.recipe.batch_size)
+        talks = [(task, self.rng.randrange(turns)) for task in tasks]
         answers = [conversation(task, codec, turn, str(task.entry["answer"])) for task, turn in talks]
         loss = (1 - give_up_share) * sequence_loss(model, answers, codec.pad_id)
         if give_up_share:

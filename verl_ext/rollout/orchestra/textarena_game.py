@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_ext.methods.options import AtLeastOne, Positive
+from verl_ext.rollout.environments.action import Action, parse_action
 from verl_ext.rollout.environments.options import EnvironmentOptions, of_row
 from verl_ext.rollout.environments.protocol import EnvironmentFault
 from verl_ext.rollout.environments.runner import open_session
@@ -26,7 +27,6 @@ from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.orchestra.agents import MAX_CALLS, OVERLONG, OrchestraFailure
 from verl_ext.rollout.orchestra.core import BoundAgent, Outcome, Task
 from verl_ext.rollout.orchestra.registry import agent, orchestra
-from verl_ext.rollout.step_wise import Action, parse_action
 
 GAME = "verl_ext.rollout.environments.shipped.textarena_env:TextArenaGame"
 OPTIONS = EnvironmentOptions()

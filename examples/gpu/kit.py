@@ -90,7 +90,7 @@ def pack(args: argparse.Namespace) -> None:
     patterns, index = left_out(), {}
     pieces = args.build / "pieces"
     pieces.mkdir(parents=True, exist_ok=True)
-    for old in pieces.iterdir():
+    for old in pieces.glob("*.*"):
         old.unlink()
     for group in args.groups:
         site = args.build / "site" / group
@@ -103,7 +103,7 @@ def pack(args: argparse.Namespace) -> None:
                 found[f"{group}/{name}"] = (path.read_bytes(), path.stat().st_mode & 0o755)
         if group == "sglang":
             found |= {f"lib/{path.name}": (path.read_bytes(), 0o644) for path in system_libraries()}
-        packed = compressed(found)
+        packed = compressed(found, args.preset)
         parts = [packed[start : start + args.limit * (1 << 20)] for start in range(0, len(packed), args.limit << 20)]
         names = [f"{group}.tar.xz.{number:02d}" for number in range(len(parts))]
         for name, part in zip(names, parts, strict=True):
@@ -130,7 +130,7 @@ def system_libraries() -> list[Path]:
     return found
 
 
-def compressed(files: Mapping[str, tuple[bytes, int]]) -> bytes:
+def compressed(files: Mapping[str, tuple[bytes, int]], preset: int = 9) -> bytes:
     """An archive of these files, the same for the same files: like beside like, so that one compresses the next."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
@@ -139,7 +139,7 @@ def compressed(files: Mapping[str, tuple[bytes, int]]) -> bytes:
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(content), mode
             archive.addfile(entry, io.BytesIO(content))
-    lzma2 = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 192 << 20}
+    lzma2 = {"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": 192 << 20}
     return lzma.compress(raw.getbuffer(), format=lzma.FORMAT_XZ, filters=[{"id": lzma.FILTER_X86}, lzma2])
 
 
@@ -248,6 +248,9 @@ def main() -> None:
             command.add_argument("--build", type=Path, default=BUILD, help="default: %(default)s")
         if name == "pack":
             command.add_argument("--limit", type=int, default=48, help="MiB of a piece (default: %(default)s)")
+            command.add_argument(
+                "--preset", type=int, default=9, help="of xz: lower is quicker and larger (default: 9)"
+            )
             command.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
         if name == "install":
             command.add_argument("pieces", type=Path, help="folder with the pieces")

@@ -47,7 +47,7 @@ def test_pieces_are_joined_to_what_was_fetched(tmp_path: Path) -> None:
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_bytes(content)
     (site / "base/ray/core/raylet").chmod(0o755)
-    kit.pack(SimpleNamespace(build=tmp_path, groups=list(kit.GROUPS), limit=1))
+    kit.pack(SimpleNamespace(build=tmp_path, groups=list(kit.GROUPS), limit=1, preset=1))
     pieces = tmp_path / "pieces"
     assert len(list(pieces.glob("base.tar.xz.*"))) == 4
     assert all(piece.stat().st_size <= 1 << 20 for piece in pieces.iterdir())

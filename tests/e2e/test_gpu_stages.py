@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/gpu/run.py` without a GPU: every stage's code, with models of two layers and the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+RUN = Path(__file__).resolve().parents[2] / "examples" / "gpu" / "run.py"
+
+
+def stages(out: Path, *words: str, environment: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, str(RUN), "--out", str(out), "--tiny", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+
+def test_stages_without_a_gpu_say_what_they_are_for(tmp_path: Path) -> None:
+    """A run of the trainer that is begun, read and ended by its stage; and the pass over the logits."""
+    said = stages(tmp_path, "--device", "cpu", "--limit", "400", "--only", "a", "h", environment={})
+    ended = said.pop("run")["stages"]
+    assert sorted(said) == sorted(ended) == ["a", "h"]
+    assert {entry["ended"] for entry in ended.values()} == {"code 0"}
+    result = {name: stage["result"] for name, stage in said.items()}
+    assert result["a"]["steps"] == 2 and result["a"]["sampler and trainer, largest difference in probability"] < 1e-4
+    assert set(result["h"]["with the head"]) == {"head and pass", "verl torch", "verl triton"}
+
+
+def test_the_passes_of_a_step_by_recipe(tmp_path: Path) -> None:
+    passes = RUN.with_name("passes.py")
+    make = f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); import models; from pathlib import Path; "
+    make += f"models.make(Path({str(tmp_path)!r}), models.TINY)"
+    for command in (["-c", make], [str(passes), str(tmp_path / "model"), "cpu", str(tmp_path / "p.json"), *"4281"]):
+        subprocess.run([sys.executable, *command], check=True, timeout=600, capture_output=True)
+    variants = json.loads((tmp_path / "p.json").read_text())["variants"]
+    assert set(variants) == {"verl", "grpo", "otb_verl", "otb", "dvp", "kpo", "trm_exact"}
+    assert all(one["old_log_prob_s"] > 0 for one in variants.values()), variants
+
+
+def test_the_runs_on_a_gpu_are_valid(tmp_path: Path) -> None:
+    """Of every stage that trains, with SGLang and with the engine that follows where it does not start."""
+    runs = {"a": "demo", "b": "steps", "c": "row_a_call", "d": "killed", "e": "team"}
+    said = stages(tmp_path, "--check", "--only", *runs, environment={})
+    for stage, name in runs.items():
+        assert said[stage][f"{name}_sglang"] == said[stage][f"{name}_embedded"] == "valid", stage
+
+
+def test_an_engine_that_does_not_start_costs_its_share_and_the_embedded_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And a run that hangs is killed with all of its processes."""
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    import stages as module
+    import trainer
+
+    package = tmp_path / "verl" / "trainer"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "main_ppo.py").write_text(
+        "import json, os, subprocess, sys, time\n"
+        "if 'engine=sglang' in sys.argv:\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
+        "    print('it hangs', flush=True)\n"
+        "    time.sleep(300)\n"
+        "line = {'step': 1, 'data': {'actor/grad_norm': 1.0, 'timing_s/step': 2.0}}\n"
+        "open(os.environ['VERL_FILE_LOGGER_PATH'], 'a').write(json.dumps(line) + '\\n')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    saved: list[dict[str, Any]] = []
+    record = module.Record({}, lambda content: saved.append(json.loads(json.dumps(content))))
+    settings = module.Settings(tmp_path / "stage", "cuda", "sglang", True, 10.0)
+    found = module.run(settings, record, "demo", lambda engine, folder: [f"engine={engine}"])
+    assert found.engine == "embedded" and found.ended == "well" and found.column("step_s") == [2.0]
+    hung = record.content["demo_sglang"]
+    assert hung["ended"] == "no step in 6 s" and hung["said"] == ["it hangs"]
+    assert record.content["go_on_with"] == "embedded"
+    assert saved[-1]["demo_embedded"]["steps"] == {"1": {"grad_norm": 1.0, "step_s": 2.0}}
+    assert not trainer.marked(f"PYTHONPATH={tmp_path}")

@@ -114,6 +114,7 @@ class Browser:
         self._to, self._from = ours, back
         self._numbers = itertools.count(1)
         self._buffer = b""
+        self._front: str | None = None
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
@@ -129,6 +130,12 @@ class Browser:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
             self.events.append(answer)
+
+    def to_front(self, session: str) -> None:
+        """Have a tab seen: of one in the background a whole Chromium draws no frames, and its scripts wait for one."""
+        if self._front != session:
+            self._front = session
+            self.call("Page.bringToFront", session=session)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         until = time.monotonic() + seconds
@@ -170,6 +177,7 @@ class Page:
         self.browser, self.session = browser, session
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self.browser.to_front(self.session)
         return self.browser.call(method, session=self.session, **parameters)
 
     def run(self, script: str) -> Any:

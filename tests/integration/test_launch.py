@@ -69,6 +69,18 @@ def test_bad_settings_are_named(override: str, message: str) -> None:
         checks.check(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", override))
 
 
+def test_estimators_of_verl_that_take_rows_for_samples_are_told() -> None:
+    played = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    common = ["actor_rollout_ref.rollout.n=4", "data.train_files=[]", "data.val_files=[]"]
+
+    def told(recipe: str, loop: str) -> bool:
+        warnings = checks.check(config(f"+recipe={recipe}", *common, f"{played}={loop}"))
+        return any("verl's rloo takes each row for a sample" in one for one in warnings)
+
+    assert told("rloo", "verl_ext_multi_turn") and told("rloo", "verl_ext_orchestra")
+    assert not told("rloo", "single_turn_agent") and not told("grpo", "verl_ext_multi_turn")
+
+
 def test_two_losses_are_refused_by_name() -> None:
     with pytest.raises(OptionError, match="recipes kpo and gspo each set the policy loss"):
         checks.check(config("+recipe=[grpo,kpo,gspo]", "actor_rollout_ref.rollout.n=4"))

@@ -245,6 +245,17 @@ def test_a_reward_that_is_no_number_ends_its_trajectory() -> None:
         played.close()
 
 
+def test_metadata_are_not_shown_unless_they_are_asked_for() -> None:
+    """Servers of openenv 0.10 put them into the observation, and an environment its secrets into them."""
+    said = '{"data": {"observation": {"a": 1, "metadata": {"answer": 42}}, "reward": null, "done": false}}'
+    with answering(lambda number: said) as url:
+        for key, shown in ((None, "a: 1"), ("a", "1"), ("metadata", '{"answer": 42}')):
+            played = OpenEnvEnvironment(url, observation_key=key)
+            assert played.reset(0).text == shown
+            assert step_result(played.step("x")).observation.text == shown
+            played.close()
+
+
 @contextmanager
 def answering(says: Callable[[int], str | None]) -> Iterator[str]:
     """A WebSocket server that answers message `number` of a connection; None: it ends the connection."""

@@ -25,6 +25,8 @@ from verl_ext.integration.settings.options import OptionError, discount, has_cri
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
+OF_ROWS = ("rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "grpo_vectorized")
+"""Estimators of verl that compare the rows of a prompt."""
 WEIGHTED = {"otb", *VERL_OTB}
 """Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
 OF_ALL_AGENTS = ("dr_mas", "mix")
@@ -51,7 +53,7 @@ class Methods(Part):
             for field in estimators.of_loops(name, algorithm)
             for warning in told(config, name, field)
         ]
-        return [*_alone(config, used), *_gamma(config, used), *said]
+        return [*_alone(config, used), *_gamma(config, used), *_rows(config, names), *said]
 
     def before_advantage(self, data: Any, keys: Sequence[str], active: ActiveBatch) -> None:
         complete(active, data)
@@ -132,6 +134,18 @@ def _alone(config: Any, names: list[str]) -> list[str]:
         f"actor_rollout_ref.rollout.n=1: no {what} can be formed between samples of a prompt, so {', '.join(names)} "
         "mostly give the raw return (REINFORCE without a baseline) or nothing. Set actor_rollout_ref.rollout.n to 2 "
         "or more."
+    ]
+
+
+def _rows(config: Any, names: list[str]) -> list[str]:
+    """verl 0.9.1 has one row of a trajectory compared for ``grpo`` alone (trainer/ppo/v1/utils.py)."""
+    taken = [name for name in names if name in OF_ROWS]
+    loops = sorted(verl_api.agent_loops(config)) if verl_api.loops_named(config) else []
+    if not taken or not loops:
+        return []
+    return [
+        f"verl's {' and '.join(taken)} takes each row for a sample: where a trajectory of {' or '.join(loops)} has "
+        "several, it counts so often in the baseline of its prompt. grpo compares trajectories, and trloo their turns."
     ]
 
 

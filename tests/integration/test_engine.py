@@ -273,7 +273,7 @@ def test_registry_is_extended_once() -> None:
         extended = dict(registry["fsdp"])
         engine.extend_registry()
         assert registry["fsdp"] == extended
-        own = (UpdateStepMixin, LossTurnsMixin, AgentGradientsMixin)
+        own = (UpdateStepMixin, AgentGradientsMixin, LossTurnsMixin)
         mixins = (*own, ImitationMixin, TokenKLMixin, engine.OnePassMixin)
         assert extended[("cuda", "mine")].__mro__[1:8] == (*mixins, Mine)
         assert extended[("cuda", "other")] is Other

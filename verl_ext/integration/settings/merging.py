@@ -87,10 +87,10 @@ def _of_run(config: Any) -> str | None:
 
 def _of_model(config: Any) -> str | None:
     actor = config.actor_rollout_ref.actor
-    loss = str(actor.policy_loss.loss_mode)
+    loss = _loss(actor)
     if loss not in BY_TOKEN and fixed_mode(loss) is None:
         return f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} is a loss of sequences, as far as is known"
-    mode = fixed_mode(loss) or str(actor.loss_agg_mode)
+    mode = fixed_mode(loss) or str(select(actor, "loss_agg_mode", "token-mean"))
     # With `updates_per_batch` a sequence of this mode is a trajectory, however many rows it has.
     by_sample = (
         mode.startswith("seq-mean-token-sum") and select(config.get("verl_ext"), "updates_per_batch") is not None
@@ -109,7 +109,11 @@ def _reward_model(config: Any) -> bool:
 def losses(config: Any) -> Sequence[str]:
     """The policy losses of a run's models."""
     configs = [config, *(one.config(config) for one in model_options.of(config))]
-    return [str(one.actor_rollout_ref.actor.policy_loss.loss_mode) for one in configs]
+    return [_loss(one.actor_rollout_ref.actor) for one in configs]
+
+
+def _loss(actor: Any) -> str:
+    return str(select(select(actor, "policy_loss"), "loss_mode", "vanilla"))
 
 
 def fixed_mode(loss: str) -> str | None:

@@ -20,6 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.lab.demo.smollm2 import find_gguf, mend_tokenizer
 from verl_ext.rollout import multi_turn, step_wise
+from verl_ext.rollout.environments import action
 from verl_ext.rollout.environments.action import parse_action
 from verl_ext.rollout.environments.options import EnvironmentOptions
 from verl_ext.rollout.orchestra import agent, orchestra
@@ -370,7 +371,7 @@ def test_tags_are_what_they_were() -> None:
 
 def test_patterns_over_hostile_text_are_re2s(qwen: Any) -> None:
     linear = type(re2.compile("x"))
-    assert isinstance(step_wise._pattern("put <object> in <place>"), linear)
+    assert isinstance(action._pattern("put <object> in <place>"), linear)
     assert isinstance(PlainText(qwen).spellings.pattern, linear)
     for name in ("hermes", "qwen3_coder", "glm", "seed", "minimax", "kimi", "deepseek_v4", "gemma4"):
         patterns = {k: v for k, v in vars(linear_parser(name, qwen)).items() if hasattr(v, "findall")}

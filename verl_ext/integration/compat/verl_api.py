@@ -117,6 +117,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             "_agent_loop_registry",
             "register",
         ),
+        "verl.utils": ("hf_tokenizer(name_or_path)",),
         "verl.utils.profiler": ("simple_timer",),
         "verl.utils.rollout_trace": ("rollout_trace_op",),
         "verl.utils.tokenizer.continuous_token": ("ContinuousTokenBuilder.build_initial_tokens(messages)",),
@@ -174,7 +175,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """{feature: {module: names}}. ``A.b(c, d)`` is the attribute b of A, which takes c and d; ``b|e`` is one of the two."""
 
-TARGETS: dict[str, tuple[wraps.Target, ...]] = {
+TARGETS: dict[str, tuple[wraps.Target, ...]] = {  # what is replaced, by feature
     TRAINER: (
         *wraps.TRAINERS,
         wraps.ADVANTAGE,
@@ -184,10 +185,10 @@ TARGETS: dict[str, tuple[wraps.Target, ...]] = {
         wraps.LOSS_METRICS,
     ),
     ENGINE: (wraps.SUM_PI_SQUARED,),
+    LOOPS: (wraps.COMPUTE_SCORE,),
     CPU: (wraps.PROCESS_GROUP, wraps.VALUE_HEAD, wraps.OFFLOAD_POLICY, wraps.KEPT_WEIGHTS),
     MODELS: (wraps.REWARD_LOOP, wraps.LLM_SERVERS, wraps.STANDALONE_SERVERS, wraps.ROLLOUT_CLASS),
 }
-"""What is replaced, by feature."""
 
 _V1, FSDP = "verl.trainer.ppo.v1", "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 OVERRIDES: dict[str, tuple[tuple[str, str], ...]] = {

@@ -143,7 +143,7 @@ def refusals(chat: Chat, loop: str, tools: bool = False) -> list[str]:
     found = []
     try:
         text = chat.tokenizer.decode(chat.prompt([RULES, FIRST]), skip_special_tokens=False)
-        if any(one["content"] not in text for one in (RULES, FIRST)):
+        if any(_left_out(chat, one["content"], text) for one in (RULES, FIRST)):
             found.append(f"it leaves out a question or the system's rules. {REMEDY}")
     except Refusal as error:
         found.append(f"it does not take rules of the system and a question: {error}. {REMEDY}")
@@ -166,7 +166,13 @@ def _goes_on(chat: Chat, text: str) -> str:
         after = _after(chat, text, {"role": "assistant", "content": text}, AGAIN)
     except Refusal as error:
         return str(error)
-    return "" if AGAIN["content"] in chat.tokenizer.decode(after) else "it leaves it out"
+    return "it leaves it out" if _left_out(chat, AGAIN["content"], chat.tokenizer.decode(after)) else ""
+
+
+def _left_out(chat: Chat, words: str, text: str) -> bool:
+    """Whether `words` are not in a text of tokens, though the tokenizer has them: a small one may lack them."""
+    known = words in chat.tokenizer.decode(chat.tokenizer.encode(words, add_special_tokens=False))
+    return known and words not in text
 
 
 # ---- at launch ----

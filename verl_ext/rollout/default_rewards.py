@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -43,6 +44,8 @@ class Rewards(Part):
             if (value := OmegaConf.select(config, key)) is not None:
                 raise OptionError(f"{key}={value} is read by no trainer of V1. {_new(key)}")
         named = verl_api.loops_named(config)
+        files = OmegaConf.select(config, "data.train_files")
+        read = not isinstance(files, str) or Path(files).expanduser().is_file()
         if named is None:
             named = {str(OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop"))}
         ours = sorted(named & set(registrations.AGENT_LOOPS))
@@ -50,7 +53,8 @@ class Rewards(Part):
         for key, value, why in _left_out(config, ours):
             loops = f"the agent loop{'s' * (len(ours) > 1)} {' and '.join(ours)}"
             said = f"{key}={value} has no effect on the rows of {loops}: {why}"
-            if named == set(ours) or "overwritten" in why:
+            # Rows of the data may name another loop; where they are not read, such as before they are made, it is said.
+            if (named == set(ours) and (key != PATH or read)) or "overwritten" in why:
                 raise OptionError(f"{said}. Leave it out, or have one of verl's own agent loops play these rows.")
             warnings.append(f"{said}; it counts for the rows of other agent loops alone.")
         return warnings

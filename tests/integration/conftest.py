@@ -35,7 +35,7 @@ def store() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose logits have a spread of about 1, so that a safe set holds about half of the vocabulary."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("engine") / "model"
@@ -57,5 +57,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.lm_head.weight.data *= 9.0
     made.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(cases.VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder)
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
     return folder

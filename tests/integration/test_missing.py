@@ -31,6 +31,7 @@ from verl_ext.integration.parts.recovery import missing
 from verl_ext.integration.parts.update import updates
 from verl_ext.integration.parts.update.pruning import Pruning
 from verl_ext.integration.settings.options import OptionError
+from verl_ext.integration.trainer import VerlExtTrainer
 from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.shared import worker
 
@@ -337,7 +338,7 @@ def test_values_that_are_not_true_or_false_are_refused(clean: Any, value: Any) -
 def test_row_fields_are_read_in_the_order_that_the_estimators_see() -> None:
     """`Updates` deals rows to mini-batches; fields read before that would belong to other rows."""
     assert parts.all_parts().index(updates.Updates) < parts.all_parts().index(columns.Columns)
-    part = columns.Columns(CONFIG)
-    part._keys = ["a_0_0", "b_0_0"]
+    run: Any = SimpleNamespace(_rows=ActiveBatch(columns={}, stored=["a_0_0", "b_0_0"]))
+    compute = VerlExtTrainer._advantage(run, None)
     with pytest.raises(RuntimeError, match="another order after their row fields were read"):
-        part.before_advantage(None, ["b_0_0", "a_0_0"], ActiveBatch(columns={}))
+        compute(None, ["b_0_0", "a_0_0"], "grpo")

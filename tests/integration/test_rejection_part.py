@@ -489,7 +489,7 @@ def lengths_seen(part: LengthLearningRate, store: Any, steps: dict[int, int]) ->
             [{"seq_len": 9}, {"seq_len": 9, "is_padding": True}],
         )
         batch = put_fields(store, keys, tags, {"response_mask": mask})
-        part.on_batch(batch, columns.ActiveBatch(columns={}), {})
+        part.on_batch(batch, columns.ActiveBatch({"valid_row": np.array([True, False])}), {})
         for role in ("critic", "actor"):
             with part.around_update(role, batch):
                 told.append(batch.extra_info["verl_ext_learning_rate"])

@@ -904,9 +904,11 @@ def test_the_workforce_of_owl_solves_a_task(
     assert agents[:2] == ["planner", "coordinator"] and agents[-1] == "planner"
     part = TrainAgents(OmegaConf.create({"verl_ext": {"train_agents": ["planner"]}}))
     active: Any = SimpleNamespace(
-        columns={"valid_row": np.ones(len(rows), dtype=bool)}, extra_fields=[row.extra_fields for row in rows]
+        columns={"valid_row": np.ones(len(rows), dtype=bool)},
+        extra_fields=[row.extra_fields for row in rows],
+        tags=[{}] * len(rows),
     )
-    part.on_batch(SimpleNamespace(tags=[{}] * len(rows)), active, {})
+    part.on_batch(None, active, {})
     assert active.columns["valid_row"].tolist() == [agent == "planner" for agent in agents]
     assert part.metrics == {"rollout/rows_of_other_agents": 7}
 

@@ -44,8 +44,8 @@ def test_every_trajectory_ends_and_descriptors_come_back() -> None:
     for one in found["sizes"]:
         count = one["trajectories"]
         assert one["ended"] == count
-        # Up to 3 turns in two thirds, up to 6 steps in a third; a row in the store for each.
-        assert count <= one["rows"] == one["calls"] <= 4 * count and one["tokens"] >= one["calls"]
+        # Up to 3 turns in two thirds, which go on in their sequence, and up to 6 steps in a third.
+        assert count <= one["sequences"] <= one["calls"] <= 4 * count and one["tokens"] >= one["calls"]
         assert 0 < one["most_at_sampler"] <= count
         assert 0 <= one["delay_p50_ms"] <= one["delay_p99_ms"] <= one["delay_p100_ms"]
         assert one["seconds"] > 0 and one["cpu_ms_each"] > 0

@@ -39,7 +39,8 @@ def keep_users(config: Any, hydra: Any) -> None:
     Raises:
         OptionError: a file and a recipe set one of `OWNED` to different values.
     """
-    words = [*hydra.overrides.hydra, *hydra.overrides.task] if hydra else []
+    said = OmegaConf.to_container(hydra.overrides, resolve=False) if hydra else {}  # a word may hold ${...}
+    words = [*said.get("hydra", []), *said.get("task", [])]
     recipes = [word for word in words if word.startswith("+") and recipes_in(word)]
     if not recipes:
         return

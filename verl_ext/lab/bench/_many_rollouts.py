@@ -164,7 +164,7 @@ async def play(worker: Any, count: int) -> dict[str, Any]:
     return {
         "trajectories": count,
         "ended": ended,
-        "rows": len(tags) - count,
+        "sequences": len(tags) - count,
         "calls": sampler.calls,
         "tokens": sampler.tokens,
         "most_at_sampler": sampler.most,

@@ -53,20 +53,22 @@ class Made:
 
 
 def make(folder: Path, shape: Shape) -> Made:
-    """Make a model, prompts of words that it knows, and questions in several turns, unless they are there."""
+    """Make a model, prompts of 40 letters, each a token, and questions in several turns, unless they are there."""
     made = Made(folder / "model", folder / "plain.parquet", folder / "train.parquet", folder / "reward.py")
     if made.reward.exists():
         return made
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     from verl_ext.lab.demo.data import write_parquet, write_task
 
     made.model.mkdir(parents=True, exist_ok=True)
-    words = [*SPECIAL, *(f"w{number}" for number in range(shape.vocabulary - len(SPECIAL)))]
-    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    # transformers reads a Qwen2's tokenizer as one of bytes and merges, whatever its file says: here without merges.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *letters, *(f"w{number}" for number in range(shape.vocabulary - len(SPECIAL) - len(letters)))]
+    core = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
@@ -91,7 +93,7 @@ def make(folder: Path, shape: Shape) -> Made:
     Qwen2ForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(made.model)
     rows = [
         {
-            "prompt": [{"role": "user", "content": " ".join(f"w{(row * 7 + at) % 97}" for at in range(40))}],
+            "prompt": [{"role": "user", "content": "".join(chr(97 + (row * 7 + at) % 26) for at in range(40))}],
             "data_source": "toy",
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": row},

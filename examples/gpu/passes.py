@@ -5,12 +5,12 @@ verl's own FSDP engine, alone, on rows of random tokens: the old log-probabiliti
 logits, and one update (forward, backward, optimiser), in seconds, and the peak of the allocator. Variants take turns;
 the first round is not kept. The JSON is written after every variant.
 
-    verl        grpo with verl's own code                    dvp        pruned, by the pass
-    grpo        grpo by the pass over the logits             kpo        trloo with KPO's loss
+    verl        grpo with verl's own code                    otb        otb, the sum of squares by the pass
+    grpo        grpo by the pass over the logits             dvp        pruned, by the pass
+    trloo       trloo, by the pass                           trloo_kpo  trloo with KPO's loss
     otb_verl    otb, the sum of squares by verl's code       trm_exact  the divergence over the vocabulary, that alone
-    otb         otb, the sum of squares by the pass
 
-An estimator alone (trloo and others) works on [rows, tokens] outside of these passes.
+Between the two passes the estimator works on [rows, tokens], on the processors: `advantage_s`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,9 @@ def measure(model: str, device: str, path: Path, prompts: int, samples: int, tok
         "otb_verl": (off, True, "vanilla"),
         "otb": (on, True, "vanilla"),
         "dvp": (engine_info("on", 6.144e-6, set_columns=True), False, "vanilla"),
-        "kpo": (on, False, "kpo"),
+        "trloo_kpo": (on, False, "kpo"),
     }
+    variants["trloo"] = variants["grpo"]
     found: dict[str, Any] = {
         "tokens": {"rows": rows, "prompt": prompt, "response": tokens, "micro_rows": micro},
         "vocabulary": vocabulary,
@@ -106,6 +108,8 @@ def measure(model: str, device: str, path: Path, prompts: int, samples: int, tok
             torch.cuda.synchronize()
         return time.perf_counter() - begun, torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
 
+    estimators = advantages(variants, prompts, samples, tokens)
+
     def once(name: str) -> dict[str, float]:
         info, squares, mode = variants[name]
         shape = (rows, prompt, tokens, vocabulary)
@@ -121,8 +125,15 @@ def measure(model: str, device: str, path: Path, prompts: int, samples: int, tok
                 made.train_batch(new, loss_function=loss(mode))
 
         old_s, old_gib = timed(score)
+        advantage_s, _ = timed(estimators[name])
         update_s, update_gib = timed(update)
-        return {"old_log_prob_s": old_s, "update_s": update_s, "old_log_prob_gib": old_gib, "update_gib": update_gib}
+        return {
+            "old_log_prob_s": old_s,
+            "advantage_s": advantage_s,
+            "update_s": update_s,
+            "old_log_prob_gib": old_gib,
+            "update_gib": update_gib,
+        }
 
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
@@ -141,6 +152,28 @@ def measure(model: str, device: str, path: Path, prompts: int, samples: int, tok
     found["variants"]["trm_exact"] = divergence(torch, timed, device, rows * tokens, vocabulary, micro * tokens)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     torch.distributed.destroy_process_group()
+
+
+def advantages(names: Iterable[str], prompts: int, samples: int, tokens: int) -> dict[str, Callable[[], Any]]:
+    """By variant, a call of its estimator on rows with a reward each."""
+    import numpy as np
+    import torch
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    from verl_ext.methods.otb import otb_advantage
+    from verl_ext.methods.trloo import trloo_advantage
+
+    index = np.repeat(np.arange(prompts), samples)
+    mask = torch.ones(len(index), tokens)
+    rewards = torch.zeros_like(mask)
+    rewards[:, -1] = torch.rand(len(index), generator=torch.Generator().manual_seed(2))
+    squares = torch.full_like(mask, 0.1)
+    calls: dict[str, Callable[[], Any]] = {
+        "grpo": partial(compute_grpo_outcome_advantage, rewards, mask, index),
+        "trloo": partial(trloo_advantage, rewards, mask, index),
+        "otb": partial(otb_advantage, rewards, mask, index, old_log_probs=-2 * mask, sum_pi_squared=squares),
+    }
+    return {name: calls.get(name.split("_")[0], calls["grpo"]) for name in names}
 
 
 def divergence(torch: Any, timed: Any, device: str, tokens: int, vocabulary: int, micro: int) -> dict[str, float]:

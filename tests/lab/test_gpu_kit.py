@@ -36,7 +36,12 @@ def test_no_distribution_is_in_two_lists_and_what_verl_needs_is_in_one() -> None
     assert needed <= lists[0] and kit.pins("sglang")["sglang"] == "0.5.12"
 
 
-def test_pieces_are_joined_to_what_was_fetched(tmp_path: Path) -> None:
+def test_pieces_are_joined_to_what_was_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And an archive of several blocks is one; what is said of the calls is what fits."""
+    monkeypatch.setattr(kit, "BLOCK", 1 << 20)
+    monkeypatch.setattr(kit, "CALL", kit.checkout_size() + (2 << 20))
     site = tmp_path / "site"
     for name, content in {
         "base/one/__init__.py": b"NAME = 'one'\n",
@@ -50,6 +55,9 @@ def test_pieces_are_joined_to_what_was_fetched(tmp_path: Path) -> None:
     kit.pack(SimpleNamespace(build=tmp_path, groups=list(kit.GROUPS), limit=1, preset=1))
     pieces = tmp_path / "pieces"
     assert len(list(pieces.glob("base.tar.xz.*"))) == 4
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("call ")]
+    names = [f"base.tar.xz.{number:02d}" for number in range(4)]
+    assert [line.split(": ")[1].split(", ")[:-1] for line in said] == [names[:2], [*names[2:], "sglang.tar.xz.00"]]
     assert all(piece.stat().st_size <= 1 << 20 for piece in pieces.iterdir())
 
     last = sorted(pieces.glob("base.tar.xz.*"))[-1]

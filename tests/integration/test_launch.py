@@ -188,6 +188,7 @@ def test_otb_has_its_input_from_veomni() -> None:
 
 
 MULTI_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
+KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,12 @@ MULTI_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_
         (["+algorithm.mix.remax=0.5"], r"algorithm\.mix\.remax needs the rewards of greedy rollouts"),
         (["algorithm.adv_estimator=gdpo"], r"algorithm\.adv_estimator=gdpo needs prompts and rewards"),
         (["algorithm.use_pf_ppo=true"], r"algorithm\.use_pf_ppo=true draws rows anew"),
+        (["algorithm.adv_estimator=grrpo"], r"=grrpo is no estimator that is registered\. Did you mean 'grpo'\?"),
+        (["+algorithm.mix.grpo_passk=0.5", "actor_rollout_ref.rollout.n=1"], r"mix\.grpo_passk compares the two best"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kppo"], r"loss_mode=kppo is not known .*modes are: .*'gspo'"),
+        ([KL_LOSS, "actor_rollout_ref.actor.kl_loss_type=k9"], r"actor\.kl_loss_type=k9 is not known to verl"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"], r"algorithm\.kl_penalty=full is not known"),
+        ([f"{MULTI_TURN}s"], r"there is no agent loop 'verl_ext_multi_turns'\. Did you mean 'verl_ext_multi_turn'\?"),
         ([MULTI_TURN, "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], "does not hand on the routed"),
         ([MULTI_TURN, "data.max_response_length=4096"], "after one of 512 tokens or more there is none"),
         (["++verl_ext.one_pass=true", "actor_rollout_ref.actor.strategy=megatron"], "one_pass=true reads the logits"),
@@ -206,6 +213,11 @@ MULTI_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_
 def test_what_has_no_effect_or_fails_after_a_rollout_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         checks.check(config("+recipe=trloo", "actor_rollout_ref.rollout.n=4", *overrides))
+
+
+def test_a_name_that_the_workers_alone_may_know_is_left_to_them() -> None:
+    theirs = ["actor_rollout_ref.model.external_lib=theirs", "algorithm.adv_estimator=theirs"]
+    checks.check(config("+recipe=mrs", *theirs, "actor_rollout_ref.actor.policy_loss.loss_mode=theirs"))
 
 
 def test_the_learning_rate_of_a_critic_on_another_engine_is_refused() -> None:

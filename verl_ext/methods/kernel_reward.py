@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of generated kernels (Dr. Kernel, arXiv 2602.05885): reward, profiling reward, PRS, void turns, STTS.
+"""Rewards of generated kernels (Dr. Kernel, arXiv 2602.05885): reward, profiling reward, PRS, STTS.
 
     s = speedup (0 if there is none), at most `upper`, 0 if below `lower`           C = 1 if the kernel is correct
     kernel_reward          released   w_c C + w_s s + w_p PR C           penalised: the penalty, in both variants
@@ -23,7 +23,6 @@ import torch
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import Count, Discount, NotNegative, OptionError, checked
 from verl_ext.methods.rejection import ROUNDING, Rejection
-from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import TRAJECTORY, Rows
 
 PAPER_SPEEDUP_UPPER = 3.0  # in Eq. 8
@@ -267,23 +266,6 @@ def draws(names: Column, seed: int) -> np.ndarray:
     texts = [f"{seed}/{name}".encode() for name in names]
     found = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11 for text in texts]
     return np.array(found, dtype=np.float64) / 2.0**53
-
-
-@checked
-def void_turns(turn_rewards: Column, *, failed: bool) -> np.ndarray:
-    """The `valid_row` that masking void turns leaves: 1 where a turn stays, 0 where it is void, [turns] float64.
-
-    A turn is void if its reward is at most 0 after an earlier one above 0: rewards 1.2, 0, 1.5 give 1, 0, 1.
-
-    Args:
-        turn_rewards: [turns] rewards of one trajectory, in order of time.
-        failed: the trajectory ended by an error or a timeout, which makes all its turns void.
-
-    Source: `vllm_async_engine.py`, option mask_void_turn (not in the paper; biased, see `returns.regressed_turns`).
-    """
-    rewards = Rows(len(turn_rewards), turn_rewards=turn_rewards).floats("turn_rewards")
-    void = regressed_turns(rewards, np.zeros(len(rewards), dtype=np.int64), np.arange(len(rewards)))
-    return np.where(void | failed, 0.0, 1.0)
 
 
 @checked

@@ -59,7 +59,11 @@ class AgentLoops(Part):
             trial.check(config)
         poll_interval_s(config)
         default = str(select(config.actor_rollout_ref.rollout.get("agent"), "default_agent_loop"))
-        ours = (verl_api.loops_named(config) or {default}) & set(registrations.AGENT_LOOPS)
+        named = verl_api.loops_named(config) or {default}
+        for name in sorted(named - set(registrations.AGENT_LOOPS)):
+            if name.startswith("verl_ext_"):
+                raise OptionError(f"there is no agent loop {name!r}.{near(name, registrations.AGENT_LOOPS)}")
+        ours = named & set(registrations.AGENT_LOOPS)
         check_replay(config, ours)
         return [*[WAITING] * waits(config), *check_room(config, ours)]
 

@@ -187,13 +187,20 @@ def is_current() -> bool:
     return get_device_name() == "cpu"
 
 
-def register() -> None:
-    """Make the platform known to verl by name. Idempotent."""
+def is_registered() -> bool:
+    """Whether the platform that verl knows by this name is the one here: another plugin may have one of its own."""
     from verl.plugin.platform import platform_manager
 
-    if platform_manager.PlatformRegistry.get(NAME) is not PlatformCPU:
+    return platform_manager.PlatformRegistry.get(NAME) is PlatformCPU
+
+
+def register() -> None:
+    """Make the platform known to verl by name, unless somebody else's has it. Idempotent."""
+    from verl.plugin.platform import platform_manager
+
+    if platform_manager.PlatformRegistry.get(NAME) is None:
         platform_manager.PlatformRegistry.register(platform=NAME)(PlatformCPU)
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
+    if is_registered() and os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
         from verl_ext.cpu.platform import vllm_cpu
 
         vllm_cpu.present_as_vllm()
@@ -204,14 +211,24 @@ def activate() -> None:
 
     verl decides on its platform at the first question and keeps the answer, so a process that already decided
     (the launcher, which imports `main_ppo` before Hydra reads the recipes) is told here.
+
+    Raises:
+        OptionError: another package's platform has the name.
     """
     from verl.plugin.platform import platform_manager
 
     from verl_ext.integration.compat import verl_api
+    from verl_ext.integration.settings.options import OptionError
 
     verl_api.OVERRIDES[verl_api.CPU] = (("verl_ext.cpu.platform.engine:CpuFsdpMixin", verl_api.FSDP),)
     os.environ["VERL_PLATFORM"] = NAME
     register()
+    if not is_registered():
+        raise OptionError(
+            f"the platform {NAME!r} is registered by {platform_manager.PlatformRegistry.get(NAME).__module__}, and "
+            "+recipe=cpu brings one of that name. Do not load the other one (VERL_USE_EXTERNAL_PLUGINS, "
+            "VERL_USE_EXTERNAL_MODULES), or leave the recipe out."
+        )
     if not isinstance(platform_manager._current_platform, PlatformCPU):
         platform_manager._current_platform = None
         platform_manager.get_platform()

@@ -14,7 +14,9 @@ EMBEDDED = "embedded"
 
 
 def _on_cpu() -> bool:
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    from verl_ext.cpu.platform import cpu
+
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == cpu.NAME and cpu.is_registered()
 
 
 def _engines(module: Any) -> None:

@@ -21,7 +21,7 @@ from verl_ext.integration.metrics import at_limit, learning_signal, trajectory_m
 from verl_ext.integration.mix import component_names
 from verl_ext.integration.parts.advantage.columns import VERL_OTB
 from verl_ext.integration.parts.base import Part
-from verl_ext.integration.settings.options import OptionError, discount, has_critic, select
+from verl_ext.integration.settings.options import OptionError, discount, has_critic, near, select
 
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
@@ -83,11 +83,17 @@ NOT_ON_V1 = {
 
 def _check_verls(config: Any, names: Sequence[str]) -> None:
     """Refuse estimators of verl without what they read. Raises OptionError: names the key and what to do."""
-    mixed = select(config.algorithm, "adv_estimator") == "mix"
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    known, mixed = {*ESTIMATORS, *ADV_ESTIMATOR_REGISTRY}, select(config.algorithm, "adv_estimator") == "mix"
     for name in names:
         key = f"algorithm.mix.{name}" if mixed else f"algorithm.adv_estimator={name}"
         if name in NOT_ON_V1:
             raise OptionError(f"{key} needs {NOT_ON_V1[name]}. Leave it out.")
+        if name not in known and not select(config.actor_rollout_ref.get("model"), "external_lib"):
+            raise OptionError(f"{key} is no estimator that is registered.{near(name, known)}")
+        if name == "grpo_passk" and int(config.actor_rollout_ref.rollout.n) < 2:
+            raise OptionError(f"{key} compares the two best samples of a prompt. Set actor_rollout_ref.rollout.n to 2.")
         if name == "gae" and not has_critic(config):
             raise OptionError(f"{key} needs the values of a critic, and this run has none. Set critic.enable=true.")
     if select(config.algorithm, "use_pf_ppo"):

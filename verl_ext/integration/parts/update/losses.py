@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.integration.compat.wraps import UnsupportedVerl
@@ -56,6 +57,7 @@ class Losses(Part):
     @classmethod
     def check(cls, config: Any) -> list[str]:
         _check_bypass(config)
+        _check_verls(config)
         asked = [str(name) for name, wanted in (select(config.get("verl_ext"), "losses") or {}).items() if wanted]
         if len(asked) > 1:
             raise OptionError(
@@ -77,6 +79,29 @@ class Losses(Part):
             f"the recipe {asked[0]} sets only the policy loss; the advantage estimator is verl's default, gae, with a "
             f"critic. Name an estimator beside it, for example +recipe=[grpo,{asked[0]}].",
         ]
+
+
+def _check_verls(config: Any) -> None:
+    """Refuse names that verl looks up after the first rollout alone, by looking them up."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty
+
+    actor, token = config.actor_rollout_ref.actor, torch.zeros(1, 1)
+    looked: dict[str, Any] = {}
+    if actor.get("use_kl_loss"):
+        looked["actor_rollout_ref.actor.kl_loss_type"] = lambda name: kl_penalty(token, token, name)
+    if config.algorithm.get("use_kl_in_reward"):
+        looked["algorithm.kl_penalty"] = lambda name: kl_penalty(token, token, name)
+    # A library that the workers alone import may have more losses.
+    if actor.policy_loss.loss_mode not in OPTIONS and not select(config.actor_rollout_ref.model, "external_lib"):
+        looked[f"{LOSS}.loss_mode"] = get_policy_loss_fn
+    for key, look in looked.items():
+        try:
+            look(str(OmegaConf.select(config, key)))
+        except (ValueError, NotImplementedError) as error:
+            raise OptionError(
+                f"{key}={OmegaConf.select(config, key)} is not known to verl, which would say so after the first "
+                f"rollout. {error}".rstrip()
+            ) from error
 
 
 def _check_options(config: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verl_ext.methods.kernel_reward` against vectors, cases by hand and properties."""
+"""`verl_ext.rewards.kernel_reward` and `verl_ext.methods.prs` against vectors, cases by hand and properties."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vector_cases import assert_expected, load_cases
 
-from verl_ext.methods.kernel_reward import (
-    kernel_reward,
-    profiling_reward,
-    prs_keep_probability,
-    stts_select,
-)
 from verl_ext.methods.options import OptionError
+from verl_ext.methods.prs import prs_keep_probability
 from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import MissingFieldError, RowFieldError
+from verl_ext.rewards.kernel_reward import kernel_reward, profiling_reward, stts_select
 
 CASES = {case["config"]["function"]: case for case in load_cases("dr_kernel_rewards")}
 NOBODY = [False]

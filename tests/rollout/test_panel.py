@@ -27,7 +27,7 @@ from verl_ext.rollout.environments.protocol import EnvironmentUnavailable
 from verl_ext.rollout.environments.runner import open_session
 
 LAKE = {"id": "FrozenLake-v1", "map_size": 8, "is_slippery": False, "view": "local"}
-COUNT = {"textworld": 3, "gymnasium": 8}  # a game of TextWorld is compiled
+SEVERAL = {"textworld": (2,), "gymnasium": (2, 8)}  # workers, and as many tasks: a game of TextWorld is compiled
 PLAYED = {"textworld": {"rooms": 2, "objects": 2, "quest_length": 1}, "gymnasium": LAKE}
 
 
@@ -60,25 +60,32 @@ def play(rows: list[dict[str, Any]], workers: int) -> list[str]:
         return [text for own in pool.map(lambda own: asyncio.run(share(own)), shares) for text in own]
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("environment", PLAYED)
-def test_one_two_and_eight_workers_play_the_same_tasks_in_the_same_order(
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param("textworld", marks=pytest.mark.slow), pytest.param("gymnasium", marks=pytest.mark.seconds)],
+)
+def test_any_number_of_workers_plays_the_same_tasks_in_the_same_order(
     environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_EXT_HOME", str(tmp_path / "first"))
-    rows, why = panels.environment_rows(source(environment, PLAYED[environment], count=COUNT[environment]))
+    rows, why = panels.environment_rows(source(environment, PLAYED[environment], count=SEVERAL[environment][-1]))
     tasks = [task_of_row(row) for row in rows]
     assert not why and len(set(tasks)) == len(rows), "the lake's first view is the same on many maps; its map is not"
     texts = play(rows, 1)
-    assert play(rows, 2) == play(rows, 8) == texts
+    assert all(play(rows, workers) == texts for workers in SEVERAL[environment])
     # On a machine where games are made in another order, the seeds are the same tasks.
     monkeypatch.setenv("VERL_EXT_HOME", str(tmp_path / "second"))
     seeds = [row["extra_info"]["env_seed"] for row in rows]
     again = fingerprints(environment, PLAYED[environment], reversed(seeds))
     assert [again[seed] for seed in seeds] == tasks
-    # A row whose task is another one ends the run, by name.
-    wrong = {**rows[0], "extra_info": {**rows[0]["extra_info"], "task": tasks[1]}}
-    with pytest.raises(EnvironmentUnavailable, match=f"seed {seeds[0]} is task {tasks[0]} here, .* says {tasks[1]}"):
+
+
+@pytest.mark.seconds
+def test_a_row_whose_task_is_another_one_ends_the_run_by_name() -> None:
+    rows, _ = panels.environment_rows(source("gymnasium", LAKE, count=2))
+    seed, (task, other) = rows[0]["extra_info"]["env_seed"], map(task_of_row, rows)
+    wrong = {**rows[0], "extra_info": {**rows[0]["extra_info"], "task": other}}
+    with pytest.raises(EnvironmentUnavailable, match=f"seed {seed} is task {task} here, .* says {other}"):
         play([wrong], 1)
 
 

@@ -156,8 +156,8 @@ def stop_or_go_on(success=0.9):
 
 
 def centred_then_summed(index, traj_uid, fields):
-    """verl's RFC 7244: each turn's reward less the mean of the same turn of the others, then summed over one's own
-    turns from there on."""
+    """What verl's RFC 7244 warns of: each turn's reward less the mean of the same turn of the others, then summed over
+    one's own turns from there on."""
     centred = as_rows(trloo_advantage, "turn_index", "turn_reward", gamma=0.0)(index, traj_uid, fields)
     trajectory = index * (max(traj_uid) + 1) + traj_uid
     turns = np.array(fields["turn_index"])

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import turn_cases as cases
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from turn_advantages import VERLS, data_of, estimated
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
@@ -23,52 +24,17 @@ from verl_ext.integration.settings import merging
 from verl_ext.integration.settings.options import OptionError
 from verl_ext.methods import rejection
 from verl_ext.methods.empg import empg
+from verl_ext.recipes import recipe_root, verl_config_dir
 from verl_ext.rollout.shared import one_output
-
-VERLS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg")
-MIX = {"trloo": 0.5, "otb": 0.25, "grpo": 0.25}
-
-
-def numbers_for(fields: list[dict[str, Any]], name: str, plus: float = 0.0) -> torch.Tensor:
-    """A float a token that follows from the token, its place in the whole context, and the name."""
-    rows = []
-    for one in fields:
-        ids, begin = one["responses"].double(), len(one["prompts"])
-        rows.append(plus + torch.sin(ids + 0.1 * (begin + torch.arange(len(ids))) + len(name)).float() * 0.3)
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def data_of(merged: bool, kl: bool = False) -> tuple[Any, ActiveBatch]:
-    """verl's DataProto of the batch, and the row fields of its turns."""
-    keys, tags, fields = cases.batch(merged)
-    layout = cases.layout(keys, tags, fields)
-    mask, scores = cases.padded(fields, "response_mask"), cases.padded(fields, "rm_scores")
-    rewards = scores - 0.1 * numbers_for(fields, "kl") * mask if kl else scores
-    batch = {"response_mask": mask, "rm_scores": scores, "token_level_scores": scores, "token_level_rewards": rewards}
-    batch |= {"old_log_probs": numbers_for(fields, "old", -2.0), "values": numbers_for(fields, "values")}
-    batch["rollout_log_probs"] = cases.padded(fields, "rollout_log_probs")
-    batch["sum_pi_squared"] = numbers_for(fields, "squares", 0.5)
-    uid = np.array([key.rsplit("_", 2)[0] for key in keys], dtype=object)
-    data = DataProto(batch=TensorDict(batch, batch_size=len(keys)), non_tensor_batch={"uid": uid})
-    found, missing = columns.row_fields(layout.keys, layout.tags, layout.said)
-    active = ActiveBatch(columns=found, missing=missing, extra_fields=layout.said, turns=layout.turns)
-    active.keys, active.stored = layout.keys, keys
-    return data, active
 
 
 def advantages(name: str, merged: bool, kl: bool = False) -> dict[str, torch.Tensor]:
     """Of each turn, by its key; and what `pack` and `unpack` make of them."""
-    data, active = data_of(merged, kl)
-    rows, keys = turns.unpacked(data, active.turns), list(active.keys)
-    complete(active, rows)
-    algorithm = OmegaConf.create({"gamma": 0.9, "lam": 0.95, "mix": MIX, "adv_estimator": name})
-    settings = {"gamma": 0.9, "lam": 0.95, "num_repeat": 4, "norm_adv_by_std_in_grpo": True, "config": algorithm}
-    rows = estimate(compute_advantage_for_multi_trajectories, rows, keys, name, active, **settings)
-    data = turns.packed(rows, data, active.turns)
+    data, active, rows = estimated(name, merged, kl)
     back = {one: active.turns.unpack(data.batch[one]) for one in ("advantages", "returns")}
     mask = active.turns.unpack(data.batch["response_mask"]).bool()
     assert torch.equal(torch.where(mask, back["advantages"], 0), torch.where(mask, rows.batch["advantages"], 0))
-    return {key: torch.stack([back[one][row][mask[row]] for one in back]) for row, key in enumerate(keys)}
+    return {key: torch.stack([back[one][row][mask[row]] for one in back]) for row, key in enumerate(active.keys)}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +248,10 @@ def test_auto_merges_where_no_number_changes(changes: dict[str, Any], said: str 
     why, told = merging.why_not(config), merging.statement(config)
     assert merging.merges(config) is (said is None)
     if said is None:
-        assert why is None and told == "verl_ext.merge_turns=auto: turns that continue each other are one sequence"
+        merged = "verl_ext.merge_turns=auto: turns that continue each other are one sequence"
+        cut = "; verl's mini-batches are of sequences, so a batch gets fewer updates"
+        assert why is None and told.startswith(merged)
+        assert (cut in told) == ("verl_ext__updates_per_batch" not in changes)
     else:
         assert why is not None and said in why and why in told and "merge_turns=true merges all the same" in told
     off = run_config(**changes, verl_ext__merge_turns=False)
@@ -295,6 +264,15 @@ def test_auto_merges_where_no_number_changes(changes: dict[str, Any], said: str 
             merging.merges(on)
     else:
         assert merging.merges(on) and merging.sees_turns(on, ours=False)
+
+
+def test_kpo_as_its_recipe_has_it_says_why_it_does_not_merge() -> None:
+    with initialize_config_dir(version_base=None, config_dir=str(verl_config_dir())):
+        config = compose("ppo_trainer", overrides=[f"hydra.searchpath=[file://{recipe_root()}]", "+recipe=[trloo,kpo]"])
+    assert merging.statement(config) == (
+        "verl_ext.merge_turns=auto: each model call is a sequence, since actor_rollout_ref.actor.loss_agg_mode="
+        "seq-mean-token-mean averages over sequences; verl_ext.merge_turns=true merges all the same"
+    )
 
 
 def test_auto_sees_turns_of_one_output_for_our_estimators() -> None:

@@ -82,7 +82,7 @@ def test_trloo_stays_unbiased_when_episodes_end_early_and_the_mean_does_not_even
 
 @pytest.mark.parametrize(("group_size", "found"), [(2, -0.0875), (4, -0.171875)])
 def test_rewards_centred_by_turn_and_then_summed_turn_the_gradient(group_size, found):
-    """verl's RFC 7244: what comes after going on is compared with others who went on too."""
+    """As verl's RFC 7244 warns: what comes after going on is compared with others who went on too."""
     samples = stop_or_go_on()
     assert true_gradient(samples)[1] == pytest.approx(0.025)
     assert moments(samples, group_size, centred_then_summed).mean[1] == pytest.approx(found, abs=1e-6)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shares
 from families import FAMILIES, chat_of_family, table, tokenizer_of
 from loops import config_of, make_loop
 from omegaconf import OmegaConf
@@ -437,6 +438,12 @@ def test_the_table_in_the_docs() -> None:
     """Made by ``python tests/rollout/families.py``."""
     page = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
     assert table() in page.read_text(encoding="utf-8")
+
+
+def test_the_table_of_what_merges() -> None:
+    """Made by ``python -c "import shares; print(shares.table())"`` in this folder."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
+    assert shares.table() in page.read_text(encoding="utf-8")
 
 
 def function_call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from verl_ext.lab.demo.model import train_tokenizer
 from verl_ext.rollout.environments import EnvironmentFault, EnvironmentUnavailable, runner
 from verl_ext.rollout.environments.action import Action, parse_action
 from verl_ext.rollout.environments.options import EnvironmentOptions
+from verl_ext.rollout.shared.merge import merge
 from verl_ext.rollout.step_wise import AGENT_NAME, StepWiseLoop
 
 sys.path.insert(0, str(Path(__file__).parent))  # the hosts get this process's path
@@ -161,6 +163,27 @@ def test_the_prompt_shows_the_last_k_steps(tokenizer: Any) -> None:
         pairs = "".join(f"place {seen[i]}\n> {done[i]}\n" for i in shown)
         last = f"<|im_start|>user\n{pairs}place 1\nforward, back<|im_end|>\n<|im_start|>assistant\n"
         assert server.prompts()[4] == last
+
+
+def test_an_episode_can_be_a_conversation_which_is_one_sequence(tokenizer: Any) -> None:
+    way = [act("forward")] * 3
+    for end in (True, False):
+        outputs, server = play(tokenizer, way, environment={"history": "continue"}, end=end)
+        prompts = server.prompts()
+        assert len(outputs) == 3 and prompts[1].endswith(
+            f"{way[0]}<|im_end|>\n<|im_start|>user\nplace 1\nforward, back<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert all(later.startswith(one) for one, later in itertools.pairwise(prompts))
+        assert info(outputs)["rendered_anew"] == 0
+        (merged,) = merge(outputs)
+        assert [merged.response_ids[a:b] for a, b in merged.extra_fields["turns"]["spans"]] == [
+            one.response_ids for one in outputs
+        ]
+    # A prompt that does not fit is rendered anew, with the last steps, and the conversation goes on from there.
+    longest = len(server.requests[1]["prompt_ids"])
+    outputs, server = play(tokenizer, way, environment={"history": "continue"}, prompt_length=longest, history_length=0)
+    assert info(outputs)["rendered_anew"] == 1 and len(outputs) == 3 and len(merge(outputs)) == 2
+    assert server.prompts()[2] == server.prompts()[0].replace("place 0", "place 2")
 
 
 def test_every_prompt_is_fresh(tokenizer: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step-wise loop: an environment is played one action a model call, and each call is a row of its own.
+"""The step-wise loop: an environment is played one action a model call, and each call is a turn of its own.
 
 Every step is a fresh prompt: the task, the last K observation-action pairs, the current observation and the
 admissible actions, filled into a template (:mod:`verl_ext.rollout.environments.templates`). So a prompt does not grow
@@ -15,6 +15,10 @@ win over the run's. All rollouts of a prompt have the prompt's seed, so they beg
 is for runs without it, and a different value there is refused.
 
 **Actions.** How one is read from a response: `verl_ext.rollout.environments.action`.
+
+**A conversation.** With ``verl_ext.environment.history=continue`` a prompt is the tokens so far, with the answer, and a
+message with the new observation. So the steps of an episode are one sequence (``verl_ext.merge_turns``). A prompt that
+no longer fits, or that the chat template refuses, is rendered anew with the last K steps (``rendered_anew`` counts).
 
 **Over-long prompts.** A prompt of more than ``rollout.prompt_length`` tokens is shortened: first the oldest pairs of
 the history are left out, one by one; then the current observation is cut at its end; then the list of admissible
@@ -62,6 +66,7 @@ from verl_ext.rollout.environments.sessions import Session
 from verl_ext.rollout.environments.templates import Template, load_template
 from verl_ext.rollout.shared import rows
 from verl_ext.rollout.shared.plain_text import PlainText
+from verl_ext.rollout.shared.probes import Refusal
 from verl_ext.rollout.shared.scores import storable
 from verl_ext.rollout.shared.template import ChatLoop
 from verl_ext.rollout.shared.text_only import prompt_of
@@ -97,7 +102,9 @@ class _Episode:
     calls: list[rows.ModelCall] = field(default_factory=list)
     past: list[tuple[str, str]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     truncated: int = 0
+    rendered_anew: int = 0
     success: bool | None = None
     stop_reason: str = STOP_MAX_STEPS
     stop_detail: str = ""
@@ -166,7 +173,9 @@ class StepWiseLoop(ChatLoop):
             self._see(episode, await session.reset(seed, task_of_row(kwargs)))
             episode.task = self.plain.text(episode.observation.task)
             for _ in range(options.max_steps):
-                ids, cut = await self._prompt(system, prompt, episode)
+                ids, cut = await self._further(prompt, episode), False
+                if ids is None:
+                    ids, cut = await self._prompt(system, prompt, episode)
                 episode.truncated += cut
                 call = await rows.generate(self, request_id, ids, sampling_params, int(priority))
                 if not call.response_ids:
@@ -279,6 +288,7 @@ class StepWiseLoop(ChatLoop):
             raise EnvironmentFault(GARBAGE, f"a step earned {reward}: the episode's return is not finite in float32")
         episode.rewards[-1] = call.fields["turn_reward"] = reward
         episode.past.append((episode.shown.text, self.plain.text(action.text)))
+        episode.messages.append(dict(self.plain.message({"role": "assistant", "content": answer})))
         if step.observation is not seen:
             self._see(episode, step.observation)
         won = step.info.get("success", step.info.get("won"))
@@ -315,9 +325,50 @@ class StepWiseLoop(ChatLoop):
                 "truncated_prompts": float(episode.truncated),
                 "failed": float(bool(episode.failure)),
                 "control_tokens_split": float(self.plain.split),
+                **({"rendered_anew": float(episode.rendered_anew)} if self.options.history == "continue" else {}),
             },
             common={"stop_reason": episode.stop_reason, "stop_detail": episode.stop_detail},
             failure=episode.failure,
+        )
+
+    async def _further(self, prompt: str, episode: _Episode) -> list[int] | None:
+        """Tokens of the next prompt of a conversation that goes on; None: it has to be rendered."""
+        if self.options.history != "continue" or not episode.calls:
+            return None
+        last = episode.calls[-1]
+        new = self._messages(prompt, episode, episode.shown.text, episode.shown.actions, [], goes_on=True)
+        try:
+            ids = await threads(self.config, "tokenising").run(
+                self.chat.follow, episode.messages, new, last.prompt_ids + last.response_ids
+            )
+        except Refusal as error:
+            logger.warning("a prompt of the step-wise loop is rendered anew: %s", error)
+            ids = []
+        if not 0 < len(ids) <= self.prompt_length:
+            episode.rendered_anew += 1
+            return None
+        episode.messages += new
+        return list(ids)
+
+    def _messages(
+        self,
+        prompt: str,
+        episode: _Episode,
+        text: str,
+        actions: Sequence[str] | None,
+        history: Sequence[Any],
+        goes_on: bool = False,
+    ) -> list[dict[str, str]]:
+        """Those of the next step, by the template."""
+        return self.template.messages(
+            task=episode.task,
+            prompt=prompt,
+            observation=text,
+            actions=actions,
+            history=history,
+            step=len(episode.past) + 1,
+            max_steps=self.options.max_steps,
+            goes_on=goes_on,
         )
 
     async def _prompt(
@@ -333,16 +384,8 @@ class StepWiseLoop(ChatLoop):
         pairs = [(number + 1, *past[number]) for number in range(first, len(past))]
 
         async def tokens(history: Sequence[Any], text: str, actions: Sequence[str] | None) -> list[int]:
-            messages = self.template.messages(
-                task=episode.task,
-                prompt=prompt,
-                observation=text,
-                actions=actions,
-                history=history,
-                step=len(past) + 1,
-                max_steps=self.options.max_steps,
-            )
-            return await rows.encode(self, [*system, *messages])
+            episode.messages = [*map(dict, system), *self._messages(prompt, episode, text, actions, history)]
+            return await rows.encode(self, episode.messages)
 
         # What is far too long is not worth the time to tokenise it.
         limit = CHARACTERS_A_TOKEN * self.prompt_length

@@ -52,7 +52,12 @@ def statement(config: Any) -> str:
     how = asked(config)
     said = f"{KEY}={'auto' if how == 'auto' else str(how).lower()}"
     if merges(config):
-        return f"{said}: turns that continue each other are one sequence"
+        fixed = select(config.get("verl_ext"), "updates_per_batch") is not None
+        cut = (
+            "; verl's mini-batches are of sequences, so a batch gets fewer updates than with a sequence a call "
+            "(verl_ext.updates_per_batch=N makes N in either case)"
+        )
+        return f"{said}: turns that continue each other are one sequence{'' if fixed else cut}"
     why = f", since {why_not(config)}; {KEY}=true merges all the same" if how == "auto" else ""
     return f"{said}: each model call is a sequence{why}"
 

@@ -26,6 +26,9 @@ class EnvironmentOptions:
         max_steps: steps after which an episode ends.
         history_length: K, past observation-action pairs shown in the prompt. null: what
             ``algorithm.hgpo.history_length`` says, or 2 in a run without HGPO.
+        history: ``render``: each prompt is rendered anew, with K past steps. ``continue``: the episode is a
+            conversation, and a prompt is the tokens so far with the new observation, so that turns merge
+            (``verl_ext.merge_turns``); one that no longer fits is rendered anew.
         template: name of a shipped prompt template (``default``, ``compact``, ``alfworld``, ``webshop``) or the path of
             a file of your own; see :mod:`verl_ext.rollout.environments.templates`.
         action_tag: the action is the text of the first ``<tag>...</tag>``; null: the whole answer is the action.
@@ -54,6 +57,7 @@ class EnvironmentOptions:
     kwargs: dict[str, Any] = field(default_factory=dict)
     max_steps: AtLeastOne = 50
     history_length: Count | None = None
+    history: Literal["render", "continue"] = "render"
     template: str = "default"
     action_tag: str | None = "action"
     read_thinking: bool = False

@@ -19,11 +19,12 @@ A section begins with a line ``=== name``::
     You said: {action}
 
 ``first`` is the user's message of a step without history, ``later`` of one with history (``first`` if it is left out),
-``pair`` one past step of ``{history}``, joined by line breaks. ``system`` is optional and goes before; a system message
+``pair`` one past step of ``{history}``, joined by line breaks; ``next`` is the user's message after an answer in a
+conversation that goes on (``history: continue``). ``system`` is optional and goes before; a system message
 of the data goes before it. Names in braces are filled in; a brace of the text itself is doubled (``{{``).
 
-``first``, ``later`` and ``system`` may use ``{task}`` (the episode's task as the environment says it, else the
-prompt's text), ``{prompt}`` (the text of the prompt in the data), ``{observation}``, ``{actions}`` (the admissible
+``first``, ``later``, ``next`` and ``system`` may use ``{task}`` (the episode's task as the environment says it, else
+the prompt's text), ``{prompt}`` (the text of the prompt in the data), ``{observation}``, ``{actions}`` (the admissible
 actions joined by ", ", or "any text"), ``{history}``, ``{shown}`` (pairs in the history), ``{step}`` (from 1),
 ``{steps_before}`` and ``{max_steps}``; ``pair`` may use ``{observation}``, ``{action}`` and ``{number}`` (its step).
 """
@@ -39,7 +40,7 @@ from string import Formatter
 FOLDER = Path(__file__).resolve().parent.parent / "prompts"
 MESSAGE_FIELDS = tuple("task prompt observation actions history shown step steps_before max_steps".split())
 PAIR_FIELDS = ("observation", "action", "number")
-SECTIONS = {"system": MESSAGE_FIELDS, "first": MESSAGE_FIELDS, "later": MESSAGE_FIELDS, "pair": PAIR_FIELDS}
+SECTIONS = {**dict.fromkeys(("system", "first", "later", "next"), MESSAGE_FIELDS), "pair": PAIR_FIELDS}
 
 ANY_TEXT = "any text"
 
@@ -55,6 +56,7 @@ class Template:
     first: str
     later: str
     pair: str
+    next: str
     system: str = ""
 
     def messages(
@@ -67,6 +69,7 @@ class Template:
         history: Sequence[tuple[int, str, str]],
         step: int,
         max_steps: int,
+        goes_on: bool = False,
     ) -> list[dict[str, str]]:
         """The chat messages of one step.
 
@@ -78,6 +81,7 @@ class Template:
             history: past steps to show, in order: (number of the step, observation, action).
             step: number of the current step, from 1.
             max_steps: steps after which the episode ends.
+            goes_on: the step's message alone, after an answer.
         """
         values = {
             "task": task or prompt,
@@ -92,6 +96,8 @@ class Template:
             "steps_before": step - 1,
             "max_steps": max_steps,
         }
+        if goes_on:
+            return [{"role": "user", "content": self.next.format(**values)}]
         user = (self.later if history else self.first).format(**values)
         system = [{"role": "system", "content": self.system.format(**values)}] if self.system else []
         return [*system, {"role": "user", "content": user}]
@@ -146,5 +152,6 @@ def parse_template(text: str, where: str) -> Template:
         first=bodies["first"],
         later=bodies.get("later") or bodies["first"],
         pair=bodies.get("pair") or "Observation {number}: {observation}\nAction {number}: {action}",
+        next=bodies.get("next") or "Observation {step}: {observation}\nAdmissible actions: {actions}",
         system=bodies.get("system", ""),
     )

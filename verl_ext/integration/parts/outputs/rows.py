@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl_ext.common.transcripts import write_lines
 from verl_ext.integration.columns import ActiveBatch
+from verl_ext.integration.metrics import row_advantages
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import select
@@ -37,7 +37,7 @@ class Rows(Part):
             active.column("model")
         for name in OF_KERNELS:
             active.column(name)
-        write_rows(folder, self.trainer.global_steps, row_records(active.columns, data, keys), start=first)
+        write_lines(folder, self.trainer.global_steps, row_records(active.columns, data, keys), start=first)
 
 
 def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -52,9 +52,8 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
         Dicts with ``key, index, traj_uid, turn_index, agent_id, turn_reward, score, response_tokens, advantage``;
         ``advantage`` is the mean over the row's model tokens (the row's scalar, for a method that has one).
     """
-    mask = data.batch["response_mask"].double()
-    tokens = mask.sum(-1)
-    mean_advantage = (data.batch["advantages"].double() * mask).sum(-1) / tokens.clamp(min=1)
+    tokens = data.batch["response_mask"].sum(-1)
+    mean_advantage = row_advantages(data.batch["advantages"], data.batch["response_mask"])
     scores = data.batch["token_level_rewards"].double().sum(-1)
     uid = data.non_tensor_batch["uid"]
     records = []
@@ -74,18 +73,3 @@ def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> l
         record.update({name: columns[name][i] for name in ("anchor_obs", *OF_KERNELS) if name in columns})
         records.append(record)
     return sorted(records, key=lambda record: (record["index"], record["traj_uid"], record["turn_index"]))
-
-
-def write_rows(folder: str, step: int, records: Sequence[Mapping[str, Any]], start: bool) -> None:
-    """Write records to ``<folder>/<step>.jsonl``.
-
-    Args:
-        folder: made if it is not there.
-        step: training step, the name of the file.
-        records: what `row_records` returns.
-        start: True for the first batch of the step, which replaces a file left by a run that was killed.
-    """
-    path = Path(folder) / f"{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w" if start else "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, default=str) + "\n" for record in records)

@@ -43,7 +43,7 @@ class Transcripts(Part):
         node, step = self.config.get("verl_ext"), int(self.trainer.global_steps)
         if (step - 1) % int(select(node, "rollouts_freq", 1)):
             return
-        from verl_ext.integration.parts.outputs.transcript_writer import TranscriptWriter, trajectories
+        from verl_ext.common.transcripts import TranscriptWriter, trajectories
 
         if self._writer is None:
             decoders = {name: tokenizer.batch_decode for name, tokenizer in self.trainer.tokenizers().items()}

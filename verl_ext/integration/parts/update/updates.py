@@ -1,36 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and optimiser steps: ``verl_ext.updates_per_batch``.
+"""Sequences and optimiser steps: ``verl_ext.updates_per_batch``.
 
-verl cuts a batch into mini-batches of ``ppo_mini_batch_size * rollout.n`` *rows*. Where a sample has one row that is a
-number of samples. Where it has several (turns, agents), a batch with more rows gets more optimiser steps, and it is
-filled up to a multiple of the mini-batch with rows of padding, nearly all of them in the last one. That is verl's own
-behaviour, ``updates_per_batch: null``.
+verl cuts a batch into mini-batches of ``ppo_mini_batch_size * rollout.n`` sequences, and fills it up to a multiple of
+that with padding, nearly all of it in the last one. ``updates_per_batch: N`` makes N updates of every batch (times
+``ppo_epochs``), however many sequences it has: they are dealt into N mini-batches of equal size and nearly equal work,
+and so is the padding (fewer than N times the ranks, with micro-batches by tokens). ``ppo_mini_batch_size`` then has no
+say. What an update's loss is divided by, for each ``loss_agg_mode``: the table in docs/rows.md, and `settings`.
 
-``updates_per_batch: N`` makes N updates of every batch (times ``ppo_epochs``), however many rows it has: the rows are
-dealt into N mini-batches of equal size and nearly equal work, and so are the few rows of padding (fewer than N times
-the ranks, with micro-batches by tokens). ``ppo_mini_batch_size`` then has no say. What a row weighs depends on
-``loss_agg_mode``; with R real rows and S samples (prompts times ``rollout.n``) in the batch, an update's loss is
-divided by:
-
-=======================  ======================================  ===========================================
-loss_agg_mode            verl's divisor                          with N updates a batch
-=======================  ======================================  ===========================================
-token-mean               tokens of the mini-batch                the same: rows do not enter
-token-sum                nothing                                 the same: rows do not enter
-seq-mean-token-sum       ``ppo_mini_batch_size * rollout.n``     S / N: a token weighs the same however many
-                         rows                                    rows it and the others are cut into
-seq-mean-token-sum-norm  as above, times ``loss_scale_factor``   S / N times ``loss_scale_factor``, which must
-                         or the longest row of the micro-batch   be given: the longest row is not a constant
-seq-mean-token-mean      as above                                R / N: the mean over rows, whatever their
-                                                                 number
-=======================  ======================================  ===========================================
-
-A mini-batch is one update's; a sequence of seq-mean-token-sum is thus a whole trajectory, with all its rows.
-With one row a sample and N = rows / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected rows (mask
-all zero) count in S and R, so that a rejection does not make the others heavier; padding and rows that their agent loop
-took out (``valid_row: false``) count nowhere. A row without a token of the model counts in S and R and is dealt like
-padding, so that no update is without a token. Tokens are those of verl's ``loss_mask``, which is the mask before
-rejection. Entropy, KL and critic losses go the same way.
+With one sequence a sample and N = sequences / (``ppo_mini_batch_size * rollout.n``) all divisors are verl's. Rejected
+sequences (mask all zero) count, so that a rejection does not make the others heavier; padding and what its agent loop
+took out (``valid_row: false``) do not. A sequence without a token of the model counts and is dealt like padding, so
+that no update is without a token. Tokens are those of verl's ``loss_mask``, which is the mask before rejection.
+Entropy, KL and critic losses go the same way.
 """
 
 from __future__ import annotations

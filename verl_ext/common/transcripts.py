@@ -199,12 +199,17 @@ class TranscriptWriter:
 
 def write_records(folder: str | Path, records: Iterable[Mapping[str, Any]], start: bool) -> None:
     """Append complete records, which are of one step, to ``<folder>/<step>.jsonl``; with `start`, in place of it."""
-    lines = [(record["step"], json.dumps(_json(record), ensure_ascii=False)) for record in records]
-    path = Path(folder) / f"{lines[0][0]}.jsonl"
+    found = list(records)
+    write_lines(folder, found[0]["step"], found, start)
+
+
+def write_lines(folder: str | Path, step: int, records: Iterable[Mapping[str, Any]], start: bool) -> None:
+    """Append records, one a line, to ``<folder>/<step>.jsonl``; with `start`, in place of what a killed run left."""
+    path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate cannot be encoded; a model's bytes can hold anything.
     with path.open("w" if start else "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(line + "\n" for _, line in lines)
+        file.writelines(json.dumps(_json(record), ensure_ascii=False) + "\n" for record in records)
 
 
 def _ids(tokens: Any) -> list[int]:

@@ -9,6 +9,7 @@ And what keeps several processes with tests apart, on a machine where others use
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import shutil
 import tempfile
@@ -51,7 +52,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """The YAML files of verl and of our recipes are parsed once a process: half of the time that Hydra composes."""
+    """The YAML files of verl and of our recipes, and interpolations, are parsed once a process: half of the time that
+    Hydra composes and that a configuration is resolved."""
+    import omegaconf.base
     from omegaconf import OmegaConf
 
     from verl_ext.recipes import recipe_root, verl_config_dir
@@ -69,6 +72,7 @@ def parsed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OmegaConf, "load", load_once)
+        patch.setattr(omegaconf.base, "parse", functools.lru_cache(maxsize=None)(omegaconf.base.parse))
         yield
 
 

@@ -37,7 +37,7 @@ def composed(folder: Path, *words: str, text: str = MINE, defaults: str = "[ppo_
 
 def test_what_the_users_file_says_stands_beside_a_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it was replaced by the recipe's defaults, without a word."""
-    mapping = "+critic.model.override_config=${actor_rollout_ref.model.override_config}"  # stays as it is written
+    mapping = "critic.model.override_config=${actor_rollout_ref.rollout.engine_kwargs}"  # stays as it is written
     words = ("algorithm.trloo.baseline=mean", "verl_ext.rows_dir=there", mapping)
     config = composed(folder, "+recipe=[trloo,length_lr]", *words)
     assert config.verl_ext.updates_per_batch is None and config.algorithm.gamma == 1.0

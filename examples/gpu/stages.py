@@ -290,7 +290,7 @@ def merged_turns(settings: Settings, record: Record) -> None:
 
 def summary(found: trainer.Run) -> dict[str, Any]:
     """How it ended, and means over the steps after the first."""
-    names = ("rows", "tokens", "gen_s", "old_log_prob_s", "update_s", "step_s", "peak_gb", "grad_norm")
+    names = ("sequences", "tokens", "gen_s", "old_log_prob_s", "update_s", "step_s", "peak_gb", "grad_norm")
     return {"ended": found.ended, **{name: mean(found.column(name)[1:]) for name in names}}
 
 

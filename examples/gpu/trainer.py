@@ -19,7 +19,7 @@ from typing import Any
 #: In the environment of every process of a run, and of a stage, so that all of them are found at its end.
 MARK, STAGE_MARK = "VERL_EXT_GPU_RUN", "VERL_EXT_GPU_STAGE"
 
-#: What is kept of a step's metrics.
+#: What is kept of a step's metrics: of several models, whose names come second, the largest.
 METRICS = {
     "reward": "trajectory/reward/mean",
     "score": "critic/score/mean",
@@ -33,12 +33,12 @@ METRICS = {
     "prob_diff_max": "training/rollout_probs_diff_max",
     "prob_diff_mean": "training/rollout_probs_diff_mean",
     "probs_correlation": "training/rollout_actor_probs_pearson_corr",
-    "rows": "rollout/rows",
     "trajectories": "rollout/trajectories",
     "failed": "rollout/failed_trajectories",
     "turns": "trajectory/turns/mean",
     "sequences": "rollout/sequences",
     "tokens": "global_seqlen/mean",
+    "tokens_by_call": "rollout/tokens_by_call",
 }
 
 
@@ -66,11 +66,19 @@ def read_steps(path: Path) -> dict[int, dict[str, float]]:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        data = entry["data"]
-        kept = {short: data[key] for short, key in METRICS.items() if key in data}
-        if entry["step"] > 0 and "grad_norm" in kept:
+        kept = {short: found for short, key in METRICS.items() if (found := of(entry["data"], key)) is not None}
+        if entry["step"] > 0 and "update_s" in kept:
             steps[entry["step"]] = kept
     return steps
+
+
+def of(data: dict[str, float], key: str) -> float | None:
+    """A metric, or the largest of those of several models; None where a step has none."""
+    if key in data:
+        return data[key]
+    first, _, rest = key.partition("/")
+    models = (name for name in data if name.startswith(f"{first}/") and name.split("/", 2)[2:] == [rest])
+    return max((data[name] for name in models), default=None)
 
 
 def marked(mark: str) -> list[int]:

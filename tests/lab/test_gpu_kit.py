@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "gpu"))
 import kit  # noqa: E402
+import trainer  # noqa: E402
 
 LOCK = dict(line.split("==") for line in (ROOT / "requirements" / "lock.txt").read_text().splitlines() if "==" in line)
 
@@ -78,3 +80,17 @@ def test_pieces_are_joined_to_what_was_fetched(
         text=True,
     )
     assert said.stdout == "one\n", said.stderr
+
+
+def test_a_step_is_read_of_one_model_and_of_several(tmp_path: Path) -> None:
+    """And neither a validation nor a line that is still written is one."""
+    one = {"timing_s/update_actor": 2.0, "actor/grad_norm": 0.5, "trajectory/turns/mean": 3.0}
+    two = {"timing_s/update_actor": 2.0, "actor/policy/grad_norm": 0.5, "actor/small/grad_norm": 0.7}
+    lines = [{"step": 0, "data": one}, {"step": 1, "data": one}, {"step": 1, "data": {"val/score": 1.0}}]
+    lines.append({"step": 2, "data": two})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "da', encoding="utf-8")
+    assert trainer.read_steps(path) == {
+        1: {"update_s": 2.0, "grad_norm": 0.5, "turns": 3.0},
+        2: {"update_s": 2.0, "grad_norm": 0.7},
+    }

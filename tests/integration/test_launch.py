@@ -387,6 +387,16 @@ def test_a_recipe_with_the_plugin_hidden_from_verl_is_refused(tmp_path: Path) ->
     assert done.returncode == 1 and "hidden by VERL_USE_EXTERNAL_PLUGINS='none'" in last, last
 
 
+@pytest.mark.slow
+def test_a_package_that_hides_the_namespace_of_hydras_plugins_hides_no_recipe(tmp_path: Path) -> None:
+    """Its ``hydra_plugins/__init__.py`` makes a package of the namespace, in which Hydra finds no other plugin. Without
+    what verl's plugin registers with Hydra the recipe would be a plain key there, and the loss verl's."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "__init__.py").touch()
+    done = main_ppo("--cfg=job", "+recipe=kpo", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "loss_mode: kpo" in done.stdout and "recipe: kpo" not in done.stdout
+
+
 def test_on_a_machine_without_us_a_recipe_may_be_asked_for_so_that_hydra_refuses(
     monkeypatch: pytest.MonkeyPatch, verl_configuration: None
 ) -> None:

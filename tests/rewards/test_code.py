@@ -33,6 +33,13 @@ def score(source: str, tests: Any = SUMS, **kwargs: Any) -> dict[str, float]:
         ("print(sum(map(int, open(0).read().split())))", 1.0),
         ("with open('/dev/stdin') as file: print(sum(map(int, file.readline().split())))", 1.0),
         ("print(sum(map(int, open(0, 'rb').read().split())))", 1.0),
+        ("import os\nos.write(1, b'%d' % sum(map(int, os.read(0, 99).split())))", 1.0),
+        (
+            "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
+            "print(sum(map(int, input().split())))",
+            1.0,
+        ),
+        ("import fileinput\nfor line in fileinput.input(): print(sum(map(int, line.split())))", 1.0),
         ("print(3)", 0.5),
         ("print(3, 7)", 0.0),
         ("nan", 0.0),
@@ -155,6 +162,13 @@ while frame:
     seen, frame = seen + repr(frame.f_locals), frame.f_back
 print("drowssap" [::-1] if "drowssap" [::-1] in seen else "not found")
 """
+
+
+def test_a_value_may_be_a_text_that_is_no_json() -> None:
+    """As the datasets have them beside lists of arguments."""
+    turned = {"fn_name": "turn", "inputs": [["ab"], ["c"]], "outputs": ["ba", ["c"]]}
+    assert score("def turn(text):\n    return text[::-1]", turned)["acc"] == 1.0
+    assert score("def turn(text):\n    return text", turned)["score"] == 0.5
 
 
 def test_it_cannot_find_what_is_expected() -> None:

@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import os
 import re
 import selectors
 import sys
@@ -28,7 +29,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from verl_ext.rewards.notation import boxed, normal, readings
+from verl_ext.rewards.notation import KNOWN, bare, boxed, normal, readings
 
 _PLAIN = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load),
@@ -132,6 +133,7 @@ def _judged(answer: str, accepted: list[str]) -> dict[str, Any]:
         # Its own time limits are signals, and end no sympy in one large power; the sandbox keeps the time here.
         return parse(text, parsing_timeout=None)
 
+    pairs: list[tuple[str, str]] = []
     if "\\boxed" in answer or "\\fbox" in answer:
         contents = [normal(content) for content in boxed(answer)]
         pairs = [pair for content in contents for one in accepted for pair in readings(_plain(one), content)]
@@ -141,7 +143,10 @@ def _judged(answer: str, accepted: list[str]) -> dict[str, Any]:
     else:
         found = [read(answer)]
         compared = [(read(f"\\boxed{{{_plain(one)}}}"), found[0]) for one in accepted]
-    right = any(bool(one) and verify(reference, one, timeout_seconds=None) for reference, one in compared)
+    right = any(bare(content) and bare(reference) == bare(content) for reference, content in pairs) or any(
+        bool(one) and verify(reference, one, timeout_seconds=None, allow_set_relation_comp=True)
+        for reference, one in compared
+    )
     return {"right": right, "parsed": any(found)}
 
 
@@ -151,40 +156,6 @@ def _plain(reference: str) -> str:
         reference = (boxed(reference) or [reference])[0]
     inner = reference.strip().removeprefix("$").removesuffix("$")
     return normal(inner if "$" not in inner.replace("\\$", "") else reference)
-
-
-KNOWN = (
-    *(
-        (r"\frac{1}{2}", "0.5", True),
-        ("50", r"50\%", True),
-        (r"50\%", "0.5", True),
-        (r"50\%", "50", True),
-        ("50", "0.5", False),
-    ),
-    *(
-        (r"\sqrt{8}", r"2\sqrt{2}", True),
-        ("x^2+2x+1", "(x+1)^2", True),
-        ("(1,2)", "(2,1)", False),
-        ("1500", "1.5e3", True),
-    ),
-    *((r"\{1,2\}", r"\{2,1\}", True), ("[1,2)", "[1,2]", False), ("x=1", "1", True), ("x>1", r"(1,\infty)", True)),
-    *(
-        (r"\text{yes}", "no", False),
-        (r"\sin(x)+\pi", r"\pi+\sin x", True),
-        ("3+4i", "4i+3", True),
-        ("10^{10}", "10000000000", True),
-    ),
-    *((r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True), (r"1\frac{1}{2}", "1.5", True)),
-    *(
-        ("1,000", "1000", True),
-        (r"5\text{ cm}", "5", True),
-        (r"90^\circ", "90", True),
-        ("5!", "120", True),
-        (r"10\%,20\%", r"20\%,10\%", True),
-        ("x", "y", False),
-    ),
-)
-"""References and answers whose equality is known; they also have math-verify build its grammars."""
 
 
 @functools.cache
@@ -330,6 +301,26 @@ def _whole_keys(value: Any) -> Any:
     return value
 
 
+def _connect(stdin: Any, printed: io.BytesIO, size: int) -> None:
+    """Have ``open`` and the functions of ``os`` that fast programs use read this standard input, of `size` bytes, and
+    write to `printed`: the process's own are the null device."""
+    plain, read, write, fstat = open, os.read, os.write, os.fstat
+
+    def opened(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        if file in (0, "/dev/stdin"):
+            return stdin.buffer if "b" in mode else stdin
+        return plain(file, mode, *more, **named)
+
+    instead: dict[str, Any] = {
+        "read": lambda file, length: stdin.buffer.read(length) if file == 0 else read(file, length),
+        "write": lambda file, data: printed.write(data) if file == 1 else write(file, data),
+        "fstat": lambda file: types.SimpleNamespace(st_size=size) if file == 0 else fstat(file),
+    }
+    for name, function in instead.items():
+        setattr(os, name, function)
+    vars(builtins)["open"] = opened
+
+
 def program(source: str, given: Any, function: str | None = None) -> Any:
     """Run a program, or call a function of it. It learns nothing but its input, so the caller judges what comes out.
 
@@ -345,15 +336,8 @@ def program(source: str, given: Any, function: str | None = None) -> Any:
     sys.modules[module.__name__] = module  # where dataclasses and type hints look names up
     printed, typed = io.BytesIO(), "" if function else str(given)
     sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(typed.encode())), io.TextIOWrapper(printed, write_through=True)
-    stdin, plain = sys.stdin, open
-
-    def opened(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
-        """``open`` with this standard input where its own is meant, which is the null device."""
-        if file in (0, "/dev/stdin"):
-            return stdin.buffer if "b" in mode else stdin
-        return plain(file, mode, *more, **named)
-
-    builtins.open = opened
+    sys.argv = ["answer.py"]
+    _connect(sys.stdin, printed, len(typed.encode()))
     _furnish()
     try:
         exec(compile(source, "<answer>", "exec", dont_inherit=True), vars(module))

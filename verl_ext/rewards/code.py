@@ -98,7 +98,7 @@ def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
         inputs, outputs = list(truth["inputs"]), list(truth["outputs"])
         if function:
             inputs = [_lines(one) if isinstance(one, str) else list(one) for one in inputs]
-            outputs = [json.loads(one) if isinstance(one, str) else one for one in outputs]
+            outputs = [_value(one) if isinstance(one, str) else one for one in outputs]
         else:
             inputs, outputs = (
                 ["\n".join(map(str, one)) if isinstance(one, list | tuple) else str(one) for one in some]
@@ -117,6 +117,14 @@ def _tests(ground_truth: Any) -> tuple[list[tuple[Any, Any]], str | None]:
 def _lines(text: str) -> list[Any]:
     """The values of a text with JSON in each line."""
     return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _value(text: str) -> Any:
+    """The value of a text with JSON; another text is itself (beside arguments that are no JSON)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _same(found: Any, expected: Any, function: str | None) -> bool:

@@ -69,7 +69,7 @@ def check(sandbox: Sandbox) -> None:
     """See at launch that math-verify judges as it should.
 
     Raises:
-        JudgeError: it is not installed, or takes an answer of `verl_ext.rewards.caged.KNOWN` for what it is not.
+        JudgeError: it is not installed, or takes an answer of `verl_ext.rewards.notation.KNOWN` for what it is not.
     """
     judge(_VERIFIER, [r"\boxed{2}", ["2"]], [r"\boxed{2}", ["2"]], timeout_s=60.0, warm=_WARM, sandbox=sandbox)
 

@@ -31,6 +31,8 @@ _FIXED = (
     (re.compile(r"~|\\\$"), " "),
     (re.compile(r"^(?:\s|\\[ ,;:!])+|(?:\s|\\[ ,;:!\\]|[.,;:])+$"), ""),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\^?\\degrees?(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(r"^([A-Za-z])\)$"), r"\1"),  # a choice
     (re.compile(rf"(?<![\d.,])(\d{{1,3}})((?:{_SPACE}\d{{3}})+)(?![\d/])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
     (re.compile(r"^([+-]?\d{1,3})((?:(?:,|\{,\}|,\\!)\d{3})+)(?![\d,])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
     (re.compile(rf"(?<![\d./])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])"), r"\1 \\frac{\2}{\3}"),
@@ -78,6 +80,14 @@ def normal(text: str) -> str:
     return rf"\text{{{text}}}" if _WORD.fullmatch(text) and text.lower() not in _MEANT else text
 
 
+_UPRIGHT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+
+
+def bare(text: str) -> str:
+    """A normalised text without its fonts: what is the same then is the same, whatever else can be read in it."""
+    return " ".join(re.sub(rf"{_SPACE}", " ", _UPRIGHT.sub(r"\1", text)).split())
+
+
 _PERCENT = re.compile(r"([^%]*[^%\s\\])\s*(?:\\?%|percent(?:age)?|pct|\\text\{\s*(?:\\?%|percent(?:age)?|pct)\s*\})")
 
 
@@ -117,3 +127,34 @@ def boxed(text: str) -> list[str]:
             last = box.lstrip()[1:place]
             return list(dict.fromkeys([last, extract_boxed_content(text, "last")])) if last.strip() else []
     return []
+
+
+KNOWN = (
+    (r"\frac{1}{2}", "0.5", True),
+    ("50", r"50\%", True),
+    (r"50\%", "0.5", True),
+    (r"50\%", "50", True),
+    ("50", "0.5", False),
+    (r"\sqrt{8}", r"2\sqrt{2}", True),
+    ("x^2+2x+1", "(x+1)^2", True),
+    ("(1,2)", "(2,1)", False),
+    ("1500", "1.5e3", True),
+    (r"\{1,2\}", r"\{2,1\}", True),
+    ("[1,2)", "[1,2]", False),
+    ("x=1", "1", True),
+    ("x>1", r"(1,\infty)", True),
+    (r"(1,\infty)", "x>1", True),
+    (r"\text{yes}", "no", False),
+    (r"\sin(x)+\pi", r"\pi+\sin x", True),
+    ("3+4i", "4i+3", True),
+    ("10^{10}", "10000000000", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
+    (r"1\frac{1}{2}", "1.5", True),
+    ("1,000", "1000", True),
+    (r"5\text{ cm}", "5", True),
+    (r"90^\circ", "90", True),
+    ("5!", "120", True),
+    (r"10\%,20\%", r"20\%,10\%", True),
+    ("x", "y", False),
+)
+"""References and answers whose equality is known; they also have math-verify build its grammars."""

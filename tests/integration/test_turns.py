@@ -53,6 +53,24 @@ def test_each_turn_gets_what_a_row_a_call_gets(name: str, kl: bool) -> None:
         assert torch.allclose(found, merged[key], rtol=1e-6, atol=1e-6), key
 
 
+def test_a_last_call_without_a_token_leaves_its_trajectory_the_signal_of_grpo() -> None:
+    """verl's grpo would give all its turns the nothing of that call."""
+    found = []
+    for silent in (False, True):
+        data, active = data_of(False)
+        (last,) = [row for row, key in enumerate(active.keys) if key == "p0_0_1"]
+        data.batch["response_mask"][last] *= int(not silent)
+        complete(active, data)
+        settings = {"num_repeat": 4, "norm_adv_by_std_in_grpo": True, "config": OmegaConf.create({})}
+        rows = estimate(compute_advantage_for_multi_trajectories, data, list(active.keys), "grpo", active, **settings)
+        found.append(rows.batch["advantages"])
+    heard, silent = found
+    assert not any(key.startswith("p0_0_2") for key in active.keys) and heard[last].any()
+    assert not silent[last].any() and silent[last - 1].any()
+    heard[last] = 0
+    assert torch.equal(heard, silent)
+
+
 def test_modifier_and_rules_decide_by_turn() -> None:
     found = {}
     for merged in (False, True):

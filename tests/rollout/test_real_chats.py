@@ -19,6 +19,8 @@ import shares
 from families import FAMILIES, chat_of_family, table, tokenizer_of
 from loops import config_of, make_loop
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import register
 from verl.tools.function_tool import function_tool
 from verl.utils.tokenizer.continuous_token_wiring import _MODEL_TYPE_TO_FAMILY
@@ -143,6 +145,18 @@ def test_the_multi_turn_loop(name: str) -> None:
         conversation += [{"role": "assistant", "content": plain}, {"role": "user", "content": feedback[place]}]
         before = prompts[place] + (encode(tokenizer_of(name), "</think>") if texts[place] != text else [])
         follows(name, before, text, prompts[place + 1], conversation)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_that_is_cut_behind_a_line_or_is_nothing_ends_its_turn(name: str) -> None:
+    chat, tokenizer = chat_of_family(name), tokenizer_of(name)
+    first, tails = chat.prompt([USER]), []
+    for text in (CUT, f"{CUT}\n", f"{CUT}\n\n", f"{CUT} ", ""):
+        ids = [*first, *encode(tokenizer, text)]
+        after = chat.follow([USER, {"role": "assistant", "content": text}], [{"role": "user", "content": "No."}], ids)
+        assert after[: len(ids)] == ids
+        tails.append(tokenizer.decode(after[len(ids) :], skip_special_tokens=False).strip())
+    assert tails == [tails[0]] * len(tails)
 
 
 def calling(a: int, b: int) -> str:
@@ -421,6 +435,26 @@ def test_a_template_that_a_loop_cannot_play_with_is_refused_before_ray(
     tools = ["--tools"] if options else []
     assert main(["template", str(folder), "--loop", agent_loop, *tools]) == 1
     assert re.search(said, capsys.readouterr().out.replace("\n", " "))
+
+
+def test_words_that_a_tokenizer_lacks_are_not_words_that_a_template_leaves_out(tmp_path: Path) -> None:
+    """A tokenizer of whole words knows neither the trial's rules nor its questions; what the template leaves out of
+    those that it knows is refused all the same."""
+    known = [w for one in (trial.RULES, trial.FIRST, trial.AGAIN) for w in re.findall(r"\w+|[^\w\s]+", one["content"])]
+
+    def folder(name: str, words: list[str], template: str) -> Path:
+        plain = Tokenizer(models.WordLevel({w: at for at, w in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
+        plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        made = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]", eos_token="[UNK]", pad_token="[UNK]")
+        return saved(made, tmp_path / name, template)
+
+    none = ["one", "two"]
+    for agent_loop in ("verl_ext_multi_turn", "verl_ext_kernels", "verl_ext_orchestra"):
+        launched(folder("none", none, CHATML), agent_loop)
+        launched(folder("all", list(dict.fromkeys([*none, *known])), CHATML), agent_loop)
+    with pytest.raises(OptionError, match="leaves out a question or the system's rules"):
+        no_rules = CHATML.replace("in messages %", "in messages if m.role == 'assistant' %")
+        launched(folder("bare", list(dict.fromkeys([*none, *known])), no_rules), "verl_ext_multi_turn")
 
 
 def test_the_trial_as_a_person_reads_it(tokenizer: Any, tmp_path: Path, capsys: Any) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment of `verifiers`, with its own rollout and its own rubric: `pip install 'verifiers<0.4'`, since 0.4 has
-another interface.
+neither `MultiTurnEnv` nor `Rubric` any more.
 
 Train on it with `verl_ext.gateway.command=[python,verifiers_env.py]`: the server and the key are in the environment,
 the task is JSON on the standard input, and the last line of the output is the reward.

@@ -195,8 +195,9 @@ class Chat(Probes):
         if not ends or not ids:
             return after
         stop = max((at for at in ends if at < closing), default=ends[0])
+        blank = not self.tokenizer.decode(ids[-1:]).strip()  # Gemma's vocabulary has added lines, which end no turn
         for at in range(max(stop, closing - 1), -1, -1):
-            if after[at] == ids[-1] and after[at] in self.added:
+            if after[at] == ids[-1] and after[at] in self.added and not blank:
                 return after[at + 1 :]
         if ids[-1] in self._ends():
             return after[stop + 1 :]

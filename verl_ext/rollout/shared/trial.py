@@ -86,6 +86,8 @@ def ends(chat: Chat) -> str:
         return found
     for token in chat._ids(text.rpartition(MARK)[2]):
         word = str(chat.tokenizer.decode([token], skip_special_tokens=False))
+        if not word.strip() and not found:
+            continue  # Llama 2 has a blank before it, DeepSeek Coder a line
         if token not in chat.special or found:
             break
         found += word
@@ -142,8 +144,8 @@ def refusals(chat: Chat, loop: str, tools: bool = False) -> list[str]:
         return []
     found = []
     try:
-        text = chat.tokenizer.decode(chat.prompt([RULES, FIRST]), skip_special_tokens=False)
-        if any(_left_out(chat, one["content"], text) for one in (RULES, FIRST)):
+        chat.prompt([RULES, FIRST])
+        if _left_out(chat, [RULES, FIRST]):
             found.append(f"it leaves out a question or the system's rules. {REMEDY}")
     except Refusal as error:
         found.append(f"it does not take rules of the system and a question: {error}. {REMEDY}")
@@ -162,17 +164,19 @@ def refusals(chat: Chat, loop: str, tools: bool = False) -> list[str]:
 
 def _goes_on(chat: Chat, text: str) -> str:
     """Why there is no next prompt after an answer."""
+    said = {"role": "assistant", "content": text}
     try:
-        after = _after(chat, text, {"role": "assistant", "content": text}, AGAIN)
+        _after(chat, text, said, AGAIN)
+        return "it leaves it out" if _left_out(chat, [FIRST, {**said, "content": ANSWER}, AGAIN]) else ""
     except Refusal as error:
         return str(error)
-    return "it leaves it out" if _left_out(chat, AGAIN["content"], chat.tokenizer.decode(after)) else ""
 
 
-def _left_out(chat: Chat, words: str, text: str) -> bool:
-    """Whether `words` are not in a text of tokens, though the tokenizer has them: a small one may lack them."""
-    known = words in chat.tokenizer.decode(chat.tokenizer.encode(words, add_special_tokens=False))
-    return known and words not in text
+def _left_out(chat: Chat, messages: list[dict[str, Any]]) -> bool:
+    """Whether the template's text lacks the first or the last of these messages. Tokens would not tell: a small
+    tokenizer may lack the words. Raises Refusal."""
+    text = chat.text(chat.fit(messages))
+    return any(one["content"] not in text for one in (messages[0], messages[-1]))
 
 
 # ---- at launch ----

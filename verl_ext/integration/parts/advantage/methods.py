@@ -200,6 +200,8 @@ def estimate(
             return verls(data, batch_keys=keys, adv_estimator=name, **settings)
         if plain == "gae" and active.along:
             return over_gaps(verls, data, active, adv_estimator=name, **settings)
+        if plain == "grpo":
+            rows = _spoken(rows, data.batch["response_mask"], active.columns["traj_uid"])
         if len(rows) == len(keys):
             return verls(data, batch_keys=keys, adv_estimator=name, **settings)
         with columns.active(active.select(rows)):
@@ -230,6 +232,14 @@ def estimate(
             return compute(data, name)
     finally:
         active.columns["traj_uid"] = shared
+
+
+def _spoken(rows: torch.Tensor, mask: torch.Tensor, trajectories: Sequence[Any]) -> torch.Tensor:
+    """`rows` with a token in `mask`, where their trajectory has one: verl's grpo hands all rows of a trajectory what
+    the first token of the last one gets, and a last call may be without a token."""
+    spoken = mask.any(-1)
+    some = {uid for uid, one in zip(trajectories, spoken.tolist(), strict=True) if one}
+    return rows[[bool(spoken[row]) or trajectories[row] not in some for row in rows.tolist()]]
 
 
 def over_gaps(verls: Callable[..., Any], data: Any, active: ActiveBatch, **settings: Any) -> Any:

@@ -229,11 +229,16 @@ def _text(response: Any) -> str:
     return response.text or ""
 
 
+WHOLE, NEVER = ("tool_call_regex", "tool_call_function_regex"), r"[^\s\S]"
+
+
 def linear_parser(name: str, tokenizer: Any) -> Any:
     """verl's tool parser of this format, with its patterns compiled by RE2.
 
     verl's take time quadratic in an answer that repeats an opening tag, in the event loop. What RE2 can't compile, or
-    what the parser hands to the module ``regex`` (``gpt-oss``), stays as it is.
+    what the parser hands to the module ``regex`` (``gpt-oss``), stays as it is. A call that was cut is none: that of
+    ``qwen3_coder`` would be made with the arguments so far (patterns in `WHOLE`, whose last alternative is the end of
+    the answer).
     """
     from verl.experimental.agent_loop import tool_parser
     from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -245,8 +250,11 @@ def linear_parser(name: str, tokenizer: Any) -> Any:
     for field, pattern in vars(parser).items():
         if isinstance(pattern, regex.Pattern):
             flags = "(?s)" if pattern.flags & regex.DOTALL else ""
+            source = pattern.pattern
+            if field in WHOLE and "|" in source and source.endswith("$"):
+                source = source[:-1] + NEVER  # its groups stay
             try:
-                setattr(parser, field, re2.compile(flags + pattern.pattern))
+                setattr(parser, field, re2.compile(flags + source))
             except re2.error:
                 logger.debug("the pattern %s of the tool parser %s stays verl's", field, name)
     return parser

@@ -120,6 +120,8 @@ ALL = ("verl_ext_multi_turn", "verl_ext_step_wise", "verl_ext_kernels", "verl_ex
             "reward.sandbox_fusion.url=http://127.0.0.1:1",
             r"sandbox_fusion\.url=.*judged in the sandbox of verl_ext",
         ),
+        (ALL, "+reward.reward_kwargs.overlong_buffer_cfg.enable=true", r"reward_kwargs=\{overlong_buffer_cfg\} has no"),
+        (("single_turn_agent",), "data.reward_fn_key=source", r"Call the column data_source in the data"),
         (ALL[:3], FUNCTION, r"custom_reward_function\.path=mine\.py has no effect .*a verifier of their own"),
         (
             ("single_turn_agent",),

@@ -43,6 +43,10 @@ class Rewards(Part):
         for key in OLD:
             if (value := OmegaConf.select(config, key)) is not None:
                 raise OptionError(f"{key}={value} is read by no trainer of V1. {_new(key)}")
+        if (key := OmegaConf.select(config, "data.reward_fn_key")) not in (None, "data_source"):
+            raise OptionError(
+                f"data.reward_fn_key={key} is read by no trainer of V1. Call the column data_source in the data."
+            )
         named = verl_api.loops_named(config)
         files = OmegaConf.select(config, "data.train_files")
         read = not isinstance(files, str) or Path(files).expanduser().is_file()
@@ -69,6 +73,9 @@ def _left_out(config: Any, ours: Sequence[str]) -> Iterator[tuple[str, Any, str]
     for key, usual in (("name", "naive"), ("source", "register")):
         if manager[key] not in (None, usual):
             yield f"reward.reward_manager.{key}", manager[key], f"{own}, and no reward manager sees them"
+    if OmegaConf.select(config, "reward.reward_kwargs"):
+        keys = ", ".join(OmegaConf.select(config, "reward.reward_kwargs"))
+        yield "reward.reward_kwargs", f"{{{keys}}}", f"{own}, and no reward manager sees them"
     if OmegaConf.select(config, MODEL):
         apart = OmegaConf.select(config, "reward.reward_model.enable_resource_pool")
         yield MODEL, "true", f"{own}, " + ("and no reward model is asked" if apart else "which would be overwritten")

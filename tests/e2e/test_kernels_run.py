@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_ext.lab.kernels.command import arguments, run
 from verl_ext.lab.kernels.stts import read
-from verl_ext.rewards.kernel_reward import kernel_reward
+from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.rollout.kernels.judge import STATUSES
 from verl_ext.rollout.kernels.tasks import STAGES, training
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.rewards.kernel_reward import profiling_reward
+from verl_ext.methods.kernel_reward import profiling_reward
 from verl_ext.rollout.kernels import tasks
 from verl_ext.rollout.kernels.compiler import Library
 from verl_ext.rollout.kernels.judge import Judge, Verdict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verl_ext.rewards.kernel_reward` and `verl_ext.methods.prs` against vectors, cases by hand and properties."""
+"""`verl_ext.methods.kernel_reward` against vectors, cases by hand and properties."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vector_cases import assert_expected, load_cases
 
+from verl_ext.methods.kernel_reward import (
+    kernel_reward,
+    profiling_reward,
+    prs_keep_probability,
+    stts_select,
+    void_turns,
+)
 from verl_ext.methods.options import OptionError
-from verl_ext.methods.prs import prs_keep_probability
-from verl_ext.methods.returns import regressed_turns
 from verl_ext.methods.rows import MissingFieldError, RowFieldError
-from verl_ext.rewards.kernel_reward import kernel_reward, profiling_reward, stts_select
 
 CASES = {case["config"]["function"]: case for case in load_cases("dr_kernel_rewards")}
 NOBODY = [False]
-
-
-def staying(rewards: list[float]) -> list[float]:
-    """1 for the turns of one trajectory that stay, 0 for those that TRLOO's `mask_regressions` leaves out."""
-    turns = np.arange(len(rewards))
-    return (~regressed_turns(np.array(rewards, dtype=np.float64), 0 * turns, turns)).astype(float).tolist()
 
 
 def coverage_of(metadata: dict[str, Any]) -> float | None:
@@ -82,7 +80,7 @@ def test_prs_vectors() -> None:
 
 def test_void_turn_vectors() -> None:
     case = CASES["void_turn_mask"]
-    got = [staying(rewards) for rewards in case["inputs"]["turn_reward_per_trajectory"]]
+    got = [void_turns(rewards, failed=False).tolist() for rewards in case["inputs"]["turn_reward_per_trajectory"]]
     assert got == case["expected"]["valid_row_mask_void_turn_true"]
 
 
@@ -307,7 +305,12 @@ def test_prs_names_what_is_wrong() -> None:
         prs_keep_probability([0.5], [True], level="row")  # type: ignore[arg-type]
 
 
-# STTS -----------------------------------------------------------------------------------------------------------------
+# Void turns and STTS ------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_trajectory_is_void_from_the_first_turn() -> None:
+    assert void_turns([1.0, 0.0, 2.0], failed=True).tolist() == [0.0, 0.0, 0.0]
+    assert void_turns([], failed=False).shape == void_turns([], failed=True).shape == (0,)
 
 
 def test_ties_go_to_the_earlier_turn_and_the_first_window() -> None:
@@ -324,8 +327,9 @@ def test_few_turns_are_all_kept(select: Any) -> None:
 
 
 def test_turns_need_finite_rewards_and_a_count() -> None:
-    with pytest.raises(ValueError, match="turn_rewards' must be a finite number, got nan in row 1"):
-        stts_select([0.0, np.nan], 2)
+    for call in (lambda rewards: void_turns(rewards, failed=False), lambda rewards: stts_select(rewards, 2)):
+        with pytest.raises(ValueError, match="turn_rewards' must be a finite number, got nan in row 1"):
+            call([0.0, np.nan])
     with pytest.raises(OptionError, match="keep=0 must be at least 1"):
         stts_select([1.0], 0)
 
@@ -385,7 +389,7 @@ rewards_of_turns = st.lists(st.integers(-8, 8).map(lambda n: n / 4), max_size=10
 @given(rewards_of_turns)
 def test_void_turns_against_the_rule_read_aloud(rewards: list[float]) -> None:
     stays = [not (reward <= 0 and any(r > 0 for r in rewards[:turn])) for turn, reward in enumerate(rewards)]
-    assert staying(rewards) == stays
+    assert void_turns(rewards, failed=False).tolist() == stays
 
 
 @given(rewards_of_turns, st.integers(1, 6))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_ext.methods.prs import draws, prs, prs_keep_probability
+from verl_ext.methods.kernel_reward import draws, prs, prs_keep_probability
 
 ROWS = 20_000
 NAMES = [f"{row % 7}/{row % 100}/{row}/0" for row in range(ROWS)]

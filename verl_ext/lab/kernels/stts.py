@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from verl_ext.rewards.kernel_reward import stts_select
+from verl_ext.methods.kernel_reward import stts_select
 from verl_ext.rollout.kernels.judge import Judge, Verdict
 from verl_ext.rollout.kernels.options import FAST, Rule
 from verl_ext.rollout.kernels.tasks import Task

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.rewards.kernel_reward import kernel_reward
+from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.rollout.kernels import compiler, coverage, languages, problems
 from verl_ext.rollout.kernels.compiler import Library
 from verl_ext.rollout.kernels.languages import DEVICE_PATIENCE, PATIENCE, CandidateError, Program

@@ -18,7 +18,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 
 from verl_ext.integration.settings.options import select
-from verl_ext.rewards.kernel_reward import stts_select
+from verl_ext.methods.kernel_reward import stts_select
 from verl_ext.rollout.kernels.feedback import feedback, note, prompt
 from verl_ext.rollout.kernels.judge import Verdict
 from verl_ext.rollout.kernels.options import FAST, KernelOptions, Stts, read_options

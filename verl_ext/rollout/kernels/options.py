@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from verl_ext.integration.settings.options import OptionError, dataclass_of, read, select
-from verl_ext.rewards.kernel_reward import kernel_reward
+from verl_ext.methods.kernel_reward import kernel_reward
 from verl_ext.rollout.kernels import compiler, coverage
 from verl_ext.rollout.kernels.languages import BACKENDS, check_backend, missing, module
 from verl_ext.rollout.kernels.players.cuda import Cuda
@@ -80,7 +80,7 @@ class Stts:
             whose prompt is the task and the kept turns.
         turns: of the first iteration.
         window: turns that are kept.
-        select: which, see `verl_ext.rewards.kernel_reward.stts_select`.
+        select: which, see `verl_ext.methods.kernel_reward.stts_select`.
     """
 
     iterations: int = 0
@@ -113,7 +113,7 @@ class KernelOptions(JudgeOptions):
         cache: remember verdicts, so that one program is judged once.
         cache_dir: where they are kept for other runs on machines of this kind too; null: in this run alone.
         pay_decoys: pay for decoys like for other right kernels, which only shows what the check is for.
-        reward: options of `verl_ext.rewards.kernel_reward.kernel_reward`.
+        reward: options of `verl_ext.methods.kernel_reward.kernel_reward`.
         stts: options of `Stts`.
         agent_id: the row field ``agent_id``.
         read_thinking: code inside ``<think>...</think>`` counts too; otherwise only what comes after it.

@@ -40,7 +40,7 @@ from verl_ext.integration.settings.options import (
     select,
 )
 from verl_ext.integration.turns import Turns
-from verl_ext.methods import prs, rejection
+from verl_ext.methods import kernel_reward, rejection
 from verl_ext.methods.groups import Column
 from verl_ext.methods.options import AtLeastOne, NotNegative, Positive, parameters
 from verl_ext.methods.rejection import ANSWER, CODE_BLOCK, Rejection
@@ -116,7 +116,7 @@ def simpletir(
 
 RULES: dict[str, Callable[..., Rejection]] = {
     "mrs": rejection.mrs,
-    "prs": prs.prs,
+    "prs": kernel_reward.prs,
     "trm": trm,
     "ln_trm": rejection.ln_trm,
     "ser": rejection.ser,

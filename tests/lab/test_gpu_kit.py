@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/gpu`: the lists of wheels and the lock say the same; what is packed here is what is unpacked there."""
+"""`examples/gpu`: the lists of wheels and the lock say the same; what is packed here is what is unpacked there.
+
+The stages themselves are in `tests/gpu_stages`."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -94,3 +97,40 @@ def test_a_step_is_read_of_one_model_and_of_several(tmp_path: Path) -> None:
         1: {"update_s": 2.0, "grad_norm": 0.5, "turns": 3.0},
         2: {"update_s": 2.0, "grad_norm": 0.7},
     }
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_costs_its_share_and_the_embedded_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And a run that hangs is killed with all of its processes."""
+    import stages
+
+    package = tmp_path / "verl" / "trainer"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "main_ppo.py").write_text(
+        "import json, os, subprocess, sys, time\n"
+        "if 'engine=sglang' in sys.argv:\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
+        "    print('it hangs', flush=True)\n"
+        "    time.sleep(300)\n"
+        "line = {'step': 1, 'data': {'timing_s/update_actor': 1.0, 'timing_s/step': 2.0}}\n"
+        "open(os.environ['VERL_FILE_LOGGER_PATH'], 'a').write(json.dumps(line) + '\\n')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    saved: list[dict[str, Any]] = []
+    record = stages.Record({}, lambda content: saved.append(json.loads(json.dumps(content))))
+    settings = stages.Settings(tmp_path / "stage", "cuda", "sglang", True, 10.0)
+    found = stages.run(settings, record, "demo", lambda engine, folder: [f"engine={engine}"])
+    assert found.engine == "embedded" and found.ended == "well" and found.column("step_s") == [2.0]
+    hung = record.content["demo_sglang"]
+    assert hung["ended"] == "no step in 6 s" and hung["said"] == ["it hangs"]
+    assert record.content["go_on_with"] == "embedded"
+    assert saved[-1]["demo_embedded"]["steps"] == {"1": {"update_s": 1.0, "step_s": 2.0}}
+    assert not trainer.marked(f"PYTHONPATH={tmp_path}")
+
+    settings = stages.Settings(tmp_path / "other", "cuda", "sglang", True, 60.0)
+    stages.other_engine(settings, record)  # vLLM is not installed here
+    assert record.content["result"]["engine"] == "embedded" and record.content["result"]["steps"] == 1

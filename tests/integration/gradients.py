@@ -102,7 +102,7 @@ def tensordict(rows: list[dict[str, Any]]) -> Any:
     )
 
 
-def make_worker(**model: Any) -> Any:
+def make_worker(attention: str = "sdpa", ulysses: int = 1, **model: Any) -> Any:
     """verl's actor worker around a small Llama, AdamW with learning rate 0 and no clipping; `model`: further keys."""
     import tempfile
 
@@ -131,8 +131,8 @@ def make_worker(**model: Any) -> Any:
                 model_config=HFModelConfig(
                     path=folder,
                     load_tokenizer=False,
-                    override_config={"attn_implementation": "sdpa"},
-                    use_remove_padding=False,
+                    override_config={"attn_implementation": attention},
+                    use_remove_padding=ulysses > 1,
                     enable_gradient_checkpointing=False,
                     **model,
                 ),
@@ -143,6 +143,7 @@ def make_worker(**model: Any) -> Any:
                     use_torch_compile=False,
                     use_dynamic_bsz=True,
                     max_token_len_per_gpu=64,
+                    ulysses_sequence_parallel_size=ulysses,
                 ),
                 optimizer_config=FSDPOptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9, total_training_steps=1),
             )

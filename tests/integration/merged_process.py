@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of verl's actor worker that trains on the same turns a row a call and merged, for test_merged_gradients.py.
 
-python merged_process.py OUT RANK WORLD_SIZE
+python merged_process.py OUT ULYSSES RANK WORLD_SIZE
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import verl  # noqa: F401  (loads the plugin)
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+import turn_advantages  # noqa: E402
+from turn_advantages import VERLS  # noqa: E402
+
+from verl_ext.integration.estimators import ESTIMATORS  # noqa: E402
 
 KPO = {"_target_": "verl_ext.integration.config.KPOPolicyLossConfig", "loss_mode": "kpo", "kalman_q": 0.05}
 DRIFT = {
@@ -29,20 +37,50 @@ CASES: dict[str, dict[str, Any]] = {
     "a rejected turn": {"rejected": True},
     "dvp": {"rho": 0.2},
     "lora": {"lora": True},
+    **{f"advantages of {name}": {"estimator": name} for name in (*ESTIMATORS, "mix", *VERLS)},
 }
 
 
 def column(fields: dict[str, Any], name: str, plus: float = 0.0, scale: float = 0.3) -> Any:
     """A number a token of the response that follows from the token, its place in the context and the name."""
-    import torch
 
     ids, begin = fields["responses"].double(), len(fields["prompts"])
     return (plus + scale * torch.sin(ids + begin + torch.arange(len(ids)) + len(name))).float()
 
 
+def attend_to_all(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, position_ids: Any, scaling: float, **_: Any
+) -> tuple[Any, None]:
+    """Attention of this rank's slice of a packed sequence to all of it, in place of verl's by flash attention."""
+
+    place = torch.distributed.get_rank()
+    keys, values = (Gathered.apply(one) for one in (key, value))
+    positions = Gathered.apply(position_ids[:, None, :, None].double())[0, 0, :, 0]
+    row, at = (positions == 0).cumsum(0), torch.arange(len(positions))
+    own = slice(place * query.shape[2], (place + 1) * query.shape[2])
+    seen = (row[own, None] == row) & (at[own, None] >= at)
+    found = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+class Gathered(torch.autograd.Function):
+    """[B, heads, slice, D] of all ranks, along the third dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Any) -> Any:
+        parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, own.contiguous())
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        whole = gradient.contiguous().clone()
+        torch.distributed.all_reduce(whole)
+        return whole.chunk(torch.distributed.get_world_size(), dim=2)[torch.distributed.get_rank()]
+
+
 def data_of(case: dict[str, Any], merged: bool, rank: int, world: int) -> Any:
     """What the trainer hands to this rank, and the settings of its updates."""
-    import torch
     import turn_cases as cases
     from omegaconf import OmegaConf
     from verl.utils import tensordict_utils as tu
@@ -63,6 +101,7 @@ def data_of(case: dict[str, Any], merged: bool, rank: int, world: int) -> Any:
         mask = layout.turns.pack(kept)
     else:
         mask = cases.padded(fields, "response_mask")
+    estimated = turn_advantages.estimated(case["estimator"], merged)[0] if "estimator" in case else None
     rows = []
     for row, one in enumerate(fields):
         length = len(one["responses"])
@@ -80,6 +119,8 @@ def data_of(case: dict[str, Any], merged: bool, rank: int, world: int) -> Any:
         }
         if case.get("weights"):
             found["rollout_is_weights"] = column(one, "weights", 1.0)
+        if estimated is not None:
+            found["advantages"] = estimated.batch["advantages"][row, :length].float()
         if numbers is not None:
             found[loss_turns.COLUMN] = numbers[row, :length]
         rows.append(found)
@@ -115,7 +156,6 @@ def data_of(case: dict[str, Any], merged: bool, rank: int, world: int) -> Any:
 
 def gradient(worker: Any, case: dict[str, Any], merged: bool, rank: int, world: int) -> Any:
     """The gradients of the updates of the batch, added up."""
-    import torch
     from hydra.utils import instantiate
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -151,23 +191,29 @@ def gradient(worker: Any, case: dict[str, Any], merged: bool, rank: int, world: 
     return sum(found)
 
 
-def main(out: str, rank: int, world: int) -> None:
+def main(out: str, ulysses: int, rank: int, world: int) -> None:
+    """`ulysses` ranks share each row."""
     import gradients
-    import torch
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from verl_ext.integration import names
 
-    workers = {False: gradients.make_worker(), True: None}
+    shared: dict[str, Any] = {"ulysses": ulysses}
+    if ulysses > 1:
+        ALL_ATTENTION_FUNCTIONS.register("attend_to_all", attend_to_all)
+        shared["attention"] = "attend_to_all"
+    workers = {False: gradients.make_worker(**shared), True: None}
     names.register()
     found = {}
     for name, case in CASES.items():
         lora = bool(case.get("lora"))
         if workers[lora] is None:
-            workers[lora] = gradients.make_worker(lora_rank=4)
-        found[name] = [gradient(workers[lora], case, merged, rank, world) for merged in (False, True)]
+            workers[lora] = gradients.make_worker(lora_rank=4, **shared)
+        parts = rank // ulysses, world // ulysses
+        found[name] = [gradient(workers[lora], case, merged, *parts) for merged in (False, True)]
     if rank == 0:
         torch.save(found, out)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

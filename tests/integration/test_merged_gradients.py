@@ -12,9 +12,9 @@ from ranks import run_ranks, starts_ranks
 
 
 @starts_ranks
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_same_gradient_merged_and_not(world: int, tmp_path: Path) -> None:
-    run_ranks(Path(merged_process.__file__), tmp_path / "found.pt", world=world)
+@pytest.mark.parametrize(("world", "ulysses"), [(1, 1), (2, 1), (2, 2)])
+def test_the_same_gradient_merged_and_not(world: int, ulysses: int, tmp_path: Path) -> None:
+    run_ranks(Path(merged_process.__file__), tmp_path / "found.pt", ulysses, world=world)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert list(found) == list(merged_process.CASES)
     for name, (apart, merged) in found.items():

@@ -117,6 +117,22 @@ def test_the_benchmark_of_the_logits_refuses_what_it_cannot_do(capsys: pytest.Ca
         assert "use --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_turns_compares_the_same_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "verl_ext.cli", "bench", "turns", "--turns", "2,4", "--total", "8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    tokens = {(case["turns"], case["stored"]): case["tokens"] for case in found["cases"]}
+    assert tokens == {(2, "merged"): 56, (2, "a row a call"): 88, (4, "merged"): 104, (4, "a row a call"): 272}
+    assert found["tokens_over_context"] == 1.0 and found["token_ratio"]["4"] == pytest.approx(104 / 272, rel=1e-2)
+    assert all(found["time_ratio"][turns] > 0 for turns in ("2", "4")) and math.isfinite(found["exponent of merged"])
+    assert "4 turns: merged takes" in done.stdout and "(goal: at most 1.2)" in done.stdout
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "turns", "--turns", "4,none"])
+    assert "--turns 4,none: give whole numbers" in capsys.readouterr().err
+
+
 def test_slope_finds_the_exponent() -> None:
     tokens = [1e5, 1e6, 1e7]
     assert advantages.slope(tokens, [3e-9 * n**1.5 for n in tokens]) == pytest.approx(1.5)

@@ -199,9 +199,10 @@ class GatewayLoop(OrchestraLoop):
             )
         if asked.seed is not None and self.rollout_config.get("name") == "sglang":
             raise Refused("seed can't be had from sglang")
-        size = len(self.voices[named.model].tokenizer)
-        if isinstance(asked.prompt, list) and not all(0 <= token < size for token in asked.prompt):
-            raise Refused(f"a token id of the prompt is not in the vocabulary of {size}")
+        if isinstance(asked.prompt, list):
+            size = self.voices[named.model].chat.size
+            if not all(0 <= token < size for token in asked.prompt):
+                raise Refused(f"a token id of the prompt is not in the vocabulary of {size}")
         self._names[asked.agent] += 1
         self._changed += bool(asks)
         limit = min(filter(None, (named.max_tokens, asked.limit)), default=None)

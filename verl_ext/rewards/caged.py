@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from verl_ext.rewards.notation import KNOWN, bare, boxed, normal, readings
+from verl_ext.rewards.notation import KNOWN, bare, bounds, boxed, normal, readings
 
 _PLAIN = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load),
@@ -139,13 +139,13 @@ def _judged(answer: str, accepted: list[str]) -> dict[str, Any]:
         pairs = [pair for content in contents for one in accepted for pair in readings(_plain(one), content)]
         read_as = {text: read(f"\\boxed{{{text}}}") for text in dict.fromkeys(one for pair in pairs for one in pair)}
         found = [read_as[content] for _, content in pairs]
-        compared = [(read_as[reference], read_as[content]) for reference, content in pairs]
+        compared = [(read_as[reference], read_as[content], bounds(content)) for reference, content in pairs]
     else:
         found = [read(answer)]
-        compared = [(read(f"\\boxed{{{_plain(one)}}}"), found[0]) for one in accepted]
+        compared = [(read(f"\\boxed{{{_plain(one)}}}"), found[0], False) for one in accepted]
     right = any(bare(content) and bare(reference) == bare(content) for reference, content in pairs) or any(
-        bool(one) and verify(reference, one, timeout_seconds=None, allow_set_relation_comp=True)
-        for reference, one in compared
+        bool(one) and verify(reference, one, timeout_seconds=None, allow_set_relation_comp=interval)
+        for reference, one, interval in compared
     )
     return {"right": right, "parsed": any(found)}
 

@@ -21,6 +21,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from verl_ext.common.thinking import said
 from verl_ext.rewards.arguments import refuse_unknown
 from verl_ext.rewards.judge import Judgement, given
 from verl_ext.sandbox import shared
@@ -42,6 +43,7 @@ def compute_score(
     extra_info: Any = None,
     *,
     timeout_s: float = 10.0,
+    read_thinking: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Run a program on its tests.
@@ -52,6 +54,7 @@ def compute_score(
         ground_truth: the tests, an object or its JSON.
         extra_info: of the row; not used.
         timeout_s: seconds of processor time for a test.
+        read_thinking: what the model thinks (``<think>...</think>``) is read too; otherwise only what comes after it.
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
@@ -63,9 +66,9 @@ def compute_score(
         ValueError: the ground truth holds no tests, or one whose input is too long for the sandbox.
         JudgeError, CageError: programs cannot be run here.
     """
-    refuse_unknown(kwargs, ("timeout_s",))
+    refuse_unknown(kwargs, ("timeout_s", "read_thinking"))
     tests, function = _tests(ground_truth)
-    source = solution_str.split("```python")[-1].split("```")[0]
+    source = (solution_str if read_thinking else said(solution_str)).split("```python")[-1].split("```")[0]
     runs: list[Judgement] = []
     passed = 0
     for some in (tests[:FIRST], tests[FIRST:]):

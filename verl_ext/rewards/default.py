@@ -31,6 +31,7 @@ def compute_score(
     extra_info: Any = None,
     *,
     timeout_s: float = 10.0,
+    read_thinking: bool = False,
     **kwargs: Any,
 ) -> float | Mapping[str, Any]:
     """The reward of an answer as verl gives it, but for programs.
@@ -41,6 +42,7 @@ def compute_score(
         ground_truth: of the row.
         extra_info: of the row.
         timeout_s: seconds of processor time for what is judged in the sandbox; an answer that takes longer is wrong.
+        read_thinking: of programs, what the model thinks is read too. verl's functions read it always.
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
@@ -52,10 +54,10 @@ def compute_score(
         JudgeError: verl's function fails on the ground truth too, or knows no such data source.
         CageError: this machine has not what the cage needs.
     """
-    refuse_unknown(kwargs, ("timeout_s",))
+    refuse_unknown(kwargs, ("timeout_s", "read_thinking"))
     source = str(data_source)
     if source in PROGRAMS:
-        return code.compute_score(source, solution_str, ground_truth, timeout_s=timeout_s)
+        return code.compute_score(source, solution_str, ground_truth, timeout_s=timeout_s, read_thinking=read_thinking)
     if source in COMPARED or source.startswith(COMPARED_BEGINNINGS):
         from verl.utils.reward_score import default_compute_score
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from verl_ext.common.thinking import said
 from verl_ext.rewards.arguments import references, refuse_unknown
 from verl_ext.rewards.judge import Judgement, judge
 from verl_ext.sandbox import Sandbox
@@ -26,6 +27,7 @@ def compute_score(
     *,
     timeout_s: float = 5.0,
     max_chars: int = 20_000,
+    read_thinking: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Judge a solution of a mathematical problem.
@@ -38,6 +40,7 @@ def compute_score(
         extra_info: of the row; not used.
         timeout_s: seconds of processor time for one judgement; one that takes longer counts as wrong.
         max_chars: of a longer solution only so many last characters are read.
+        read_thinking: what the model thinks (``<think>...</think>``) is read too; otherwise only what comes after it.
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
@@ -50,11 +53,11 @@ def compute_score(
         JudgeError: math-verify is not installed, or fails on the reference itself.
         CageError: this machine has not what the cage needs.
     """
-    refuse_unknown(kwargs, ("timeout_s", "max_chars"))
+    refuse_unknown(kwargs, ("timeout_s", "max_chars", "read_thinking"))
     if timeout_s <= 0 or max_chars < 1:
         raise ValueError(f"reward_kwargs: timeout_s={timeout_s} and max_chars={max_chars} must be greater than 0")
     accepted = references(ground_truth)
-    text = solution_str[-max_chars:]
+    text = (solution_str if read_thinking else said(solution_str))[-max_chars:]
     if not text.strip() or _plainly_equal(text, accepted):
         given = Judgement({"right": bool(text.strip()), "parsed": bool(text.strip())})
     else:

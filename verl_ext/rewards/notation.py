@@ -88,6 +88,16 @@ def bare(text: str) -> str:
     return " ".join(re.sub(rf"{_SPACE}", " ", _UPRIGHT.sub(r"\1", text)).split())
 
 
+_NUMBER = r"[^<>=A-Za-z]*(?:\\[A-Za-z]+[^<>=A-Za-z]*)*"
+_THAN = r"(?:<|>|\\(?:l|g)(?:eqslant|eq|e|t)(?![A-Za-z]))\s*"
+_BOUNDS = re.compile(rf"(?:{_NUMBER}{_THAN})?[A-Za-z]\s*{_THAN}{_NUMBER}|{_NUMBER}{_THAN}[A-Za-z]")
+
+
+def bounds(text: str) -> bool:
+    """Whether an answer is a name between numbers, which is an interval; any other inequality may be the question."""
+    return bool(_BOUNDS.fullmatch(text))
+
+
 _PERCENT = re.compile(r"([^%]*[^%\s\\])\s*(?:\\?%|percent(?:age)?|pct|\\text\{\s*(?:\\?%|percent(?:age)?|pct)\s*\})")
 
 

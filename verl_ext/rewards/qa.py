@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import re2
 
+from verl_ext.common.thinking import said
 from verl_ext.rewards.arguments import references, refuse_unknown
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -63,6 +64,7 @@ def compute_score(
     *,
     metric: Literal["em", "f1"] = "em",
     require_tags: bool = False,
+    read_thinking: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Judge a short answer.
@@ -74,6 +76,7 @@ def compute_score(
         extra_info: of the row; not used.
         metric: which number is the score, ``em`` or ``f1``.
         require_tags: a text without tags scores 0 instead of being the answer itself.
+        read_thinking: what the model thinks (``<think>...</think>``) is read too; otherwise only what comes after it.
         **kwargs: what verl adds in runs with a reward model.
 
     Returns:
@@ -83,13 +86,14 @@ def compute_score(
         TypeError: unknown option.
         ValueError: bad `metric`, or no accepted answer.
     """
-    refuse_unknown(kwargs, ("metric", "require_tags"))
+    refuse_unknown(kwargs, ("metric", "require_tags", "read_thinking"))
     if metric not in ("em", "f1"):
         raise ValueError(f"reward_kwargs.metric is {metric!r}; choose em or f1")
     accepted = references(ground_truth)
-    answer = extract(solution_str)
+    text = solution_str if read_thinking else said(solution_str)
+    answer = extract(text)
     if answer is None and not require_tags:
-        answer = solution_str.strip()
+        answer = text.strip()
     if not answer:
         return {"score": 0.0, "acc": 0.0, "f1": 0.0, "answered": 0.0}
     matched, overlap = exact_match(answer, accepted), f1(answer, accepted)

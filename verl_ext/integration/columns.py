@@ -97,13 +97,8 @@ def row_fields(
     size = len(keys)
     split = [split_key(key) for key in keys]
     padding = np.array([not is_real(tag) for tag in tags], dtype=bool)
-    columns: dict[str, Any] = {
-        "traj_uid": _objects([traj for _, traj, _ in split]),
-    }
+    columns: dict[str, Any] = {"traj_uid": _objects([traj for _, traj, _ in split])}
     rows = [{} if row is None else row for row in (extra_fields or [{}] * size)]
-    for key, row in zip(keys, rows, strict=True):
-        if not isinstance(row, Mapping):
-            raise TypeError(f"extra_fields of row {key} is a {type(row).__name__}; an agent loop returns a dict")
     columns["turn_index"] = np.array([turn(key, row) for key, row in zip(keys, rows, strict=True)], dtype=np.int64)
     missing: dict[str, str] = {}
     for name in FROM_EXTRA_FIELDS:

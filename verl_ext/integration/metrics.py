@@ -47,10 +47,7 @@ def of_baseline(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict
 
 
 def trajectory_metrics(columns: Mapping[str, Any], earned: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Reward and length of whole trajectories.
-
-    verl's ``critic/score`` is a mean over rows, so it weighs long trajectories more and repeats the final reward.
-    Here every trajectory counts once, with the undiscounted sum of its turns' rewards.
+    """Reward and length of whole trajectories: each counts once, with the undiscounted sum of its turns' rewards.
 
     Args:
         columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on
@@ -101,15 +98,8 @@ def row_advantages(advantages: torch.Tensor, response_mask: torch.Tensor) -> np.
 
 
 def group_metrics(prefix: str, group: np.ndarray) -> dict[str, float]:
-    """Sizes of the groups that rows are compared in.
-
-    Args:
-        prefix: name of the estimator.
-        group: [V] int64 group ids of the valid rows.
-
-    Returns:
-        ``<prefix>/group_size/{mean,min,max}`` (over groups) and ``<prefix>/singleton_share`` (of rows).
-    """
+    """Sizes of the groups that rows are compared in, of the valid rows' group ids [V] int64:
+    ``<prefix>/group_size/{mean,min,max}`` (over groups) and ``<prefix>/singleton_share`` (of rows)."""
     if not group.size:
         return {}
     _, member = np.unique(group, return_inverse=True)
@@ -123,16 +113,8 @@ def group_metrics(prefix: str, group: np.ndarray) -> dict[str, float]:
 
 
 def turn_metrics(prefix: str, turn: np.ndarray, returns: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
-    """Mean return and advantage of each turn.
-
-    Args:
-        prefix: name of the estimator.
-        turn: [V] int64 turn of each valid row.
-        returns, advantages: [V] float64, one scalar a row.
-
-    Returns:
-        ``<prefix>/turn_<k>/{return,advantage}/mean`` and ``<prefix>/turn_<k>/rows`` for the first `SHOWN_TURNS` turns.
-    """
+    """``<prefix>/turn_<k>/{return,advantage}/mean`` and ``<prefix>/turn_<k>/rows`` for the first `SHOWN_TURNS` turns;
+    of the valid rows' turns [V] int64 and their returns and advantages [V] float64."""
     out = {}
     for k in np.unique(turn[turn < SHOWN_TURNS]):
         chosen = turn == k
@@ -146,7 +128,6 @@ def level_metrics(prefix: str, levels: list[np.ndarray], rows: int) -> dict[str,
     """How far a hierarchy of groups can be used: share of rows with company, and a histogram of group sizes.
 
     Args:
-        prefix: name of the estimator.
         levels: group ids of the rows that have a group at level 1, 2, ...
         rows: number of valid rows of the batch.
 
@@ -223,13 +204,8 @@ def learning_signal(
 def path_energy(
     old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, response_mask: torch.Tensor, weights: Any = None
 ) -> np.ndarray:
-    """Gradient energy of each row's whole path, sum over its tokens of (1 - 2 pi + sum pi^2) w^2, [B] float64.
-
-    Args:
-        old_log_probs, sum_pi_squared: [B, T] float.
-        response_mask: [B, T] 0/1.
-        weights: [B, T] importance weights, or None.
-    """
+    """Gradient energy of each row's whole path, sum over its tokens of (1 - 2 pi + sum pi^2) w^2, [B] float64; of
+    columns [B, T], `weights` w those of importance, or None."""
     energy = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
     if weights is not None:
         energy = energy * weights.square()
@@ -241,12 +217,7 @@ def logit_update(
 ) -> dict[str, float]:
     """Length of a token's policy gradient with respect to its logits, |A| |onehot(y) - pi| (arXiv 2506.12912).
 
-    Args:
-        advantages, old_log_probs, sum_pi_squared: [B, T] float.
-        response_mask: [B, T] 0/1.
-
-    Returns:
-        ``actor/logit_update/{mean,max}`` over model tokens; nothing without any.
+    Of columns [B, T]: ``actor/logit_update/{mean,max}`` over model tokens; nothing without any.
     """
     token = response_mask.bool()
     if not bool(token.any()):

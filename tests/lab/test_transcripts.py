@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from verl_ext import cli
-from verl_ext.integration.parts.outputs.transcript_writer import (
+from verl_ext.common.transcripts import (
     TranscriptWriter,
     outcome_of,
     trajectories,

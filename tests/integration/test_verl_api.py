@@ -65,11 +65,12 @@ def test_this_verl_has_every_name() -> None:
 def imported_names() -> Iterator[tuple[str, str, str]]:
     """(file, module of verl, name) of each import in the parts of verl_ext that take part in a run.
 
-    Without `vllm_cpu_*`, whose modules of verl import vLLM: they are looked up in the process that has it.
+    Without those of `vllm_cpu_*` and `sglang_cpu_*`, whose modules of verl import the engine: they are looked up in the
+    process that has it.
     """
-    for room in ("integration", "rollout", "platform"):
+    for room in ("integration", "rollout", "cpu"):
         for path in sorted((PACKAGE / room).rglob("*.py")):
-            if not path.name.startswith("vllm_cpu_"):
+            if not path.name.startswith(("vllm_cpu_", "sglang_cpu_")):
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl":
                         yield from ((path.name, str(node.module), alias.name) for alias in node.names)

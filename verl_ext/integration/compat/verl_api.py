@@ -27,12 +27,8 @@ TRIED = ">=0.9.1,<0.10"
 """Versions of verl that the tests run on. Others are used if they have all names, with a word."""
 
 TRAINER, ENGINE, UPDATES, PRUNING = "the trainer", "the FSDP engine", "verl_ext.updates_per_batch", "dvp"
-LOOPS, MULTI_TURN, ORCHESTRA, GATEWAY = (
-    "an agent loop of verl_ext",
-    "the agent loop verl_ext_multi_turn",
-    "the agent loop verl_ext_orchestra",
-    "the agent loop verl_ext_gateway",
-)
+LOOPS, LOOP = "an agent loop of verl_ext", "the agent loop verl_ext_"
+MULTI_TURN, ORCHESTRA, GATEWAY = f"{LOOP}multi_turn", f"{LOOP}orchestra", f"{LOOP}gateway"
 EMBEDDED, CPU, MODELS = "rollout.name=embedded", "the CPU platform", "verl_ext.models"
 
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -51,6 +47,8 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             "POLICY_LOSS_REGISTRY",
             "agg_loss(loss_mat, loss_mask, loss_agg_mode)",
             "get_adv_estimator_fn",
+            "get_policy_loss_fn",
+            "kl_penalty(logprob, ref_logprob, kl_penalty)",
             "register_adv_est",
             "register_policy_loss",
         ),

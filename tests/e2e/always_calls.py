@@ -27,3 +27,12 @@ class AlwaysCalls(ToolParser):
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         return "", [FunctionCall(name="lookup", arguments='{"what": "sevens"}')]
+
+
+@ToolParser.register("letters_call")
+class LettersCall(AlwaysCalls):
+    """For a model that says letters."""
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return list(range(70, 90))

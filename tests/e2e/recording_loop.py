@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop of two turns that writes down what the engine sampled, and with which log-probabilities."""
+"""An agent loop of two turns, which are one sequence; it can write down what the engine sampled, and with which
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 
 class Recording(AgentLoopBase):
-    """Two model calls; the second sees the first. One line a call goes to the file named by ``RECORD``."""
+    """Two model calls; the second sees the first. One line a call goes to the file named by ``RECORD``, if any."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         ids = self.continuous_token_builder.build_initial_tokens(list(kwargs["raw_prompt"]))
@@ -29,7 +30,7 @@ class Recording(AgentLoopBase):
                 "answer": list(answer.token_ids),
                 "log_probs": list(answer.log_probs),
             }
-            with open(os.environ["RECORD"], "a", encoding="utf-8") as file:
+            with open(os.environ.get("RECORD", os.devnull), "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             reward = sum(answer.token_ids) % 97 / 97  # few answers have the same
             rows.append(

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 LOOPS = """
 - {name: nan_reward, _target_: scripted_loops.NanReward}
 - {name: one_raises, _target_: scripted_loops.OneRaises}
+- {name: recording, _target_: recording_loop.Recording}
 """
 
 
@@ -32,6 +33,12 @@ def scripted(lab: Lab, name: str) -> tuple[list[str], dict[str, str]]:
     )
 
 
+def merged(metrics: dict[str, Any], trajectories: int) -> bool:
+    """Whether each trajectory of two turns is one sequence."""
+    counts = [metrics[f"rollout/{name}"] for name in ("trajectories", "sequences", "turns")]
+    return counts == [trajectories, trajectories, 2 * trajectories] and metrics["updates/padding_rows"] == 0
+
+
 def nothing_left(run: Run) -> bool:
     """No process of the run lives on (files in shared memory: see `shared_memory`)."""
     assert eventually(lambda: not processes(run.folder)), processes(run.folder)
@@ -43,10 +50,14 @@ def finite(metrics: dict[str, Any]) -> bool:
 
 
 def test_a_killed_run_resumes_nothing_is_lost_and_ctrl_c_leaves_nothing_behind(lab: Lab) -> None:
-    overrides = ["trainer.save_freq=1", "trainer.val_before_train=true", "trainer.test_freq=5"]
+    """Of trajectories with two turns, merged."""
+    overrides, environment = scripted(lab, "recording")
+    overrides += ["trainer.save_freq=1", "trainer.val_before_train=true", "trainer.test_freq=5"]
     overrides += ["trainer.total_training_steps=1000"]
     before = shared_memory()
-    killed = lab.run("resume", overrides=overrides, kill_when=lambda folder: steps_logged(folder) >= 4)
+    killed = lab.run(
+        "resume", overrides=overrides, environment=environment, kill_when=lambda folder: steps_logged(folder) >= 4
+    )
     assert killed.code == -signal.SIGKILL
     # Ray's two agents take a minute to give up on a node that was killed; nothing that computes or writes may live.
     agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
@@ -61,6 +72,7 @@ def test_a_killed_run_resumes_nothing_is_lost_and_ctrl_c_leaves_nothing_behind(l
     run = lab.run(
         "resume",
         overrides=overrides,
+        environment=environment,
         kill_when=lambda folder: steps_logged(folder) >= last + 2,  # one is of the validation that it begins with
         kill_with=signal.SIGINT,
     )
@@ -74,7 +86,7 @@ def test_a_killed_run_resumes_nothing_is_lost_and_ctrl_c_leaves_nothing_behind(l
     assert all(finite(step) for step in metrics.values())
     for step in [*early, *range(saved + 1, last + 1)][1:]:
         assert metrics[step]["training/rollout_probs_diff_max"] < 1e-5
-        assert metrics[step]["trloo/group_size/mean"] == 4
+        assert metrics[step]["trloo/group_size/mean"] == 4 and merged(metrics[step], 16)
     assert metrics[1]["actor/grad_norm"] > 0
     assert any(key.startswith("val-core/") for key in metrics[last])
     assert nothing_left(run)

@@ -721,7 +721,7 @@ def test_shipped_templates_can_be_used() -> None:
     ("text", "message"),
     [
         ("hello", "line 1: text before the first section line"),
-        ("=== first\n{task}\n=== frist\n", "line 3: unknown section 'frist'; known: system, first, later, pair"),
+        ("=== first\n{task}\n=== frist\n", "line 3: unknown section 'frist'; known: system, first, later, next, pair"),
         ("=== first\nx\n=== first\ny", "line 3: a second section 'first'"),
         ("=== first\n{goal}", "section first: {goal} is not known there; known: task, prompt"),
         ("=== first\nx\n=== pair\n{step}", "section pair: {step} is not known there; known: observation"),

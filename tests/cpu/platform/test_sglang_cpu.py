@@ -110,6 +110,14 @@ def test_settings_are_refused(sglang: None, tmp_path: Path, key: str, value: Any
         sglang_cpu.complete(config)
 
 
+def test_a_model_that_is_served_alone_is_refused(sglang: None, tmp_path: Path) -> None:
+    """SGLang's scheduler would end by a KeyError once verl wakes it."""
+    config = sglang_config(save_model(tmp_path / "model"))
+    OmegaConf.update(config, "verl_ext.models", {"small": {}, "judge": {"trained": False}}, force_add=True)
+    with pytest.raises(sglang_cpu.SglangCpuError, match=r"models\.judge\.trained=false: .*models\.judge\.actor\.optim"):
+        sglang_cpu.complete(config)
+
+
 def test_merged_adapter_is_served(sglang: None, tmp_path: Path) -> None:
     config = sglang_config(save_model(tmp_path / "model"))
     OmegaConf.update(config, "actor_rollout_ref.model.lora_rank", 8, force_add=True)

@@ -124,6 +124,17 @@ def check_settings(config: Any) -> None:
             "accelerator. Set actor_rollout_ref.model.lora.merge=true, which sends the merged weights, or "
             "rollout.name=embedded."
         )
+    alone = [
+        name
+        for name, node in (OmegaConf.select(config, "verl_ext.models") or {}).items()
+        if (node or {}).get("trained", True) is False
+    ]
+    if alone:
+        raise SglangCpuError(
+            f"verl_ext.models.{alone[0]}.trained=false: verl wakes servers that are never trained, and on the CPU "
+            "SGLang has nothing that slept. Set rollout.name=embedded or rollout.name=vllm for this run, or "
+            f"verl_ext.models.{alone[0]}.actor.optim.lr=0 in place of trained=false."
+        )
 
 
 def _refused(key: str, value: Any, why: str) -> SglangCpuError:

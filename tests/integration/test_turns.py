@@ -152,6 +152,11 @@ def test_one_output_of_one_turn_stays_as_it_is() -> None:
     output = single([1, 1, 0])
     one_output.lay_out(output, (), Words())
     assert output.extra_fields == {"reward_extra_info": {}}
+    empty = single([0, 0])  # the engine gave nothing, and a loop put a token there
+    one_output.lay_out(empty, {"anchor_obs"}, Words())
+    assert "turns" not in empty.extra_fields and "anchor_obs" in empty.extra_fields
+    with pytest.raises(ValueError, match="turn_rewards of 1 entries.* 0 runs of 1"):
+        one_output.lay_out(single([0, 0], turn_rewards=[1]), (), Words())
     with pytest.raises(ValueError, match="turn_rewards of 3 entries.* 2 runs of 1"):
         one_output.lay_out(single([1, 0, 1], turn_rewards=[1, 2, 3]), (), Words())
     # Beside others of several turns, such a row has earned the outcome.

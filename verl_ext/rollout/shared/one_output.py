@@ -44,19 +44,19 @@ def lay_out(output: AgentLoopOutput, needed: Collection[str], tokenizer: Any) ->
     said, spans = output.extra_fields, runs(output.response_mask)
     if "agent_id" in needed and row_lacks(said, "agent_id"):
         said["agent_id"] = AGENT
-    own: list[dict[str, Any]] = [{} for _ in spans]
+    own: list[dict[str, Any]] = [{} for _ in spans or [None]]  # without a token of the model: a turn all the same
     if "anchor_obs" in needed and row_lacks(said, "anchor_obs"):
         before = [0, *(end for _, end in spans)]
         seen = [output.response_ids[end:start] for end, (start, _) in zip(before, spans, strict=False)]
         for one, ids in zip(own, [output.prompt_ids, *seen[1:]], strict=False):
             one["anchor_obs"] = str(tokenizer.decode(ids, skip_special_tokens=True))
-    if len(spans) == 1 and said.get("turn_rewards") is None:  # a turn as it is
+    given = said.get("turn_rewards")
+    if (given is None and len(spans) <= 1) or not (spans or given):  # a turn as it is
         said.update(*own)
         return
     for one, reward in zip(own, rewards(said, len(spans), float(output.reward_score or 0.0)), strict=True):
         one["turn_reward"] = reward
-    if spans:
-        said[TURNS] = {"spans": spans, "places": list(range(len(spans))), "own": own}
+    said[TURNS] = {"spans": spans, "places": list(range(len(spans))), "own": own}
 
 
 def rewards(said: Mapping[str, Any], turns: int, outcome: float) -> list[float]:

@@ -131,8 +131,8 @@ def test_a_kernel_without_an_end_is_ended_by_the_clock() -> None:
     """Whoever waits for it uses no processor time."""
     with StandInJudge(dataclasses.replace(OPTIONS, run_s=0.5)) as gpu:
         verdict = gpu.evaluate(TASK, forward("import time", "time.sleep(1e6)"))
-    assert verdict.status == "timeout", verdict
-    assert re.search(r"2\.0 s of processor time \([\d.]+ s on the clock\)", verdict.error), verdict
+    said = re.search(r"2\.0 s of processor time \(([\d.]+) s on the clock\)", verdict.error)
+    assert verdict.status == "timeout" and said and float(said[1]) >= 4.0, verdict
 
 
 def test_the_judge_on_a_gpu_takes_triton_alone(gpu: Judge) -> None:

@@ -58,7 +58,6 @@ class ModelNew:
         return y
 ```'''
 
-FLOOD = "while True: print('x' * 1000, file=__import__('sys').stderr)"
 MANY = 'SOURCE = """\n' + "".join(f"void s{number}(void) {{}}\n" for number in range(40))  # each would be left out once
 DEEP = C.replace(
     "void kernel",
@@ -142,7 +141,7 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
         ("python", PYTHON.replace("return y", "os = __import__('os')\n        while True: os.fork()"), "error"),
         ("python", PYTHON.replace("return y", "raise ValueError('x' * 10**8)"), "error"),
         ("python", PYTHON.replace("return y", "open('/tmp/verl_ext_big', 'wb').write(b'x' * 10**9)"), "error"),
-        ("python", PYTHON.replace("return y", FLOOD), "error timeout"),
+        ("python", PYTHON.replace("return y", "while True: print('x', file=__import__('sys').stderr)"), "timeout"),
         ("python", PYTHON.replace("return y", "return y * float('nan')"), "wrong"),
         ("python", PYTHON.replace("return y", "return y.int()"), "wrong"),
         ("python", PYTHON.replace("return y", "return y.to('meta')"), "error"),
@@ -157,8 +156,7 @@ def test_right_kernels_are_right(judge: Judge, language: str, text: str) -> None
 def test_what_fails_is_named_and_the_next_verdict_is_right(judge: Judge, language: str, text: str, status: str) -> None:
     before = set(os.listdir("/proc/self/fd"))
     verdict = judge.evaluate(TASK, text, language)
-    # What floods the standard error stream is ended by its length or by the clock, whichever a machine is sooner at.
-    assert verdict.status in status.split() and verdict.status in STATUSES, verdict
+    assert verdict.status == status in STATUSES, verdict
     assert not verdict.correct and verdict.speedup == verdict.coverage == 0.0 and verdict.error
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the reference's player, once
     assert judge.evaluate(TASK, "krve mul add relu", "fuse").correct

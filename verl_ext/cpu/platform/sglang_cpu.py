@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 from packaging.version import Version
 
 from verl_ext.cpu.platform import fork_worker, servers
+from verl_ext.integration.settings import model_options
 
 SUPPORTED = "sglang>=0.5.12,<0.5.13"
 INSTALL = "`make venv-sglang` makes an environment with it; requirements/sglang-cpu.txt has the versions"
@@ -124,17 +125,14 @@ def check_settings(config: Any) -> None:
             "accelerator. Set actor_rollout_ref.model.lora.merge=true, which sends the merged weights, or "
             "rollout.name=embedded."
         )
-    alone = [
-        name
-        for name, node in (OmegaConf.select(config, "verl_ext.models") or {}).items()
-        if (node or {}).get("trained", True) is False
-    ]
-    if alone:
-        raise SglangCpuError(
-            f"verl_ext.models.{alone[0]}.trained=false: verl wakes servers that are never trained, and on the CPU "
-            "SGLang has nothing that slept. Set rollout.name=embedded or rollout.name=vllm for this run, or "
-            f"verl_ext.models.{alone[0]}.actor.optim.lr=0 in place of trained=false."
-        )
+    for further in model_options.of(config):
+        if not further.trained:
+            where = f"{model_options.KEY}.{further.name}"
+            raise SglangCpuError(
+                f"{where}.trained=false: verl wakes servers that are never trained, and on the CPU SGLang has nothing "
+                f"that slept. Set rollout.name=embedded or rollout.name=vllm for this run, or {where}.actor.optim.lr=0 "
+                "in place of trained=false."
+            )
 
 
 def _refused(key: str, value: Any, why: str) -> SglangCpuError:

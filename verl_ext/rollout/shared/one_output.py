@@ -44,7 +44,7 @@ def lay_out(output: AgentLoopOutput, needed: Collection[str], tokenizer: Any) ->
     said, spans = output.extra_fields, runs(output.response_mask)
     if "agent_id" in needed and row_lacks(said, "agent_id"):
         said["agent_id"] = AGENT
-    own: list[dict[str, Any]] = [{} for _ in spans or [None]]  # without a token of the model: a turn all the same
+    own: list[dict[str, Any]] = [{} for _ in range(len(spans) or 1)]  # a turn even without a token of the model
     if "anchor_obs" in needed and row_lacks(said, "anchor_obs"):
         before = [0, *(end for _, end in spans)]
         seen = [output.response_ids[end:start] for end, (start, _) in zip(before, spans, strict=False)]

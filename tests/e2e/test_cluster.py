@@ -17,6 +17,7 @@ from harness import Lab, eventually, steps_logged
 from ray._private.state import state
 from ray_nodes import Nodes
 from standing_ray import StandingRay
+from test_main_job import merged, scripted
 from test_models_runs import train
 from test_separate_async import SEPARATE
 
@@ -89,7 +90,9 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
     lab: Lab, nodes: Nodes, standing_ray: StandingRay
 ) -> None:
     folder, at = lab.root / "cluster", {}
+    loop, environment = scripted(lab, "recording")  # of two turns, which are merged
     settings = [*nodes.overrides(folder), *SEPARATE, imports(standing_ray), "trainer.nnodes=2", "trainer.save_freq=1"]
+    settings += [*loop, f"{VARIABLES}.PYTHONPATH={Path(__file__).parent}"]
 
     def lose_one(folder: Path) -> bool:
         if steps_logged(folder) < 2:
@@ -99,7 +102,7 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
         return True
 
     endless = [*settings, "trainer.total_training_steps=1000", "trainer.max_actor_ckpt_to_keep=2"]
-    run = lab.run("cluster", overrides=endless, kill_when=lose_one, kill_with=0, timeout=2400)
+    run = lab.run("cluster", overrides=endless, environment=environment, kill_when=lose_one, kill_with=0, timeout=2400)
     assert run.code != 0
     assert "the Ray node third (" in run.log, run.log[-6000:]
     ranks = at["WorkerDict"]
@@ -113,8 +116,9 @@ def test_servers_and_ranks_on_different_nodes_and_the_same_command_goes_on_when_
 
     nodes.add("fourth")
     last = saved + 1
-    run = lab.run("cluster", overrides=[*settings, f"trainer.total_training_steps={last}"], timeout=2400).check()
-    assert sorted(run.metrics) == [*early, last]
+    more = [*settings, f"trainer.total_training_steps={last}"]
+    run = lab.run("cluster", overrides=more, environment=environment, timeout=2400).check()
+    assert sorted(run.metrics) == [*early, last] and all(merged(found, 16) for found in run.metrics.values())
     assert f"setting global step to {saved}" in run.log.lower()
 
 

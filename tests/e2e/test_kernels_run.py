@@ -125,6 +125,7 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
     assert sorted(metrics) == [0, 1, 2, 3, 4, 5]  # a resume validates first, and logs that at the step it found
     judged = [row for step in (1, 2) for row in result.rows(step)]
     assert len(judged) == 2 * 4 * 4 * 3  # steps, prompts, rollouts, turns
+    assert all(metrics[step]["rollout/sequences"] == 16 for step in (1, 2, 3, 4, 5))  # merged, before and after
     assert {row["turn_index"] for row in judged} == {0, 1, 2}
     assert {row["kernel_status"] for row in judged} <= set(STATUSES) - {"infra"}
     right = [row for row in judged if row["correct"]]

@@ -64,7 +64,8 @@ def test_multi_turn_training_pruned(vllm_lab: Lab) -> None:
     for number in (1, 2, 3):
         step = metrics[number]
         assert finite(step)
-        assert step["rollout/turns"] == 32 and step["rollout/trajectories"] == 16
+        assert step["rollout/turns"] == 32 and step["rollout/trajectories"] == step["rollout/sequences"] == 16
+        assert step["rollout/tokens"] < step["rollout/tokens_by_call"]
         assert step["actor/grad_norm"] > 0
         assert step["mismatch_unpruned/max"] > 0.01
         record = torch.load(vllm_lab.root / "multi_turn" / "records" / f"{number}.pt")

@@ -73,7 +73,7 @@ def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
     for number in (1, 2, 3):
         step = metrics[number]
         assert finite(step)
-        assert step["rollout/rows"] == 32 and step["rollout/trajectories"] == 16
+        assert step["rollout/turns"] == 32 and step["rollout/sequences"] == step["rollout/trajectories"] == 16  # merged
         assert step["actor/grad_norm"] > 0
         assert step["mismatch_unpruned/max"] <= 1e-5  # SGLang's are of the full softmax,
         assert step["training/rollout_probs_diff_max"] > 0.1  # as verl's metric has them, before they are renormalised

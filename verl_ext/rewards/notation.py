@@ -6,13 +6,15 @@ Texts only; nothing is evaluated.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from fractions import Fraction
 
 _COMMANDS = {
     **{"∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "±": "pm", "×": "times", "·": "cdot", "⋅": "cdot", "÷": "div"},
-    **{"∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "π": "pi", "θ": "theta", "√": "sqrt"},
+    **{"∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "π": "pi", "θ": "theta", "√": "sqrt", "∛": "sqrt[3]"},
+    **{"⩽": "le", "⩾": "ge", "ℝ": "mathbb{R}", "ℤ": "mathbb{Z}", "ℚ": "mathbb{Q}", "ℕ": "mathbb{N}", "ℂ": "mathbb{C}"},
 }
 _SIGNS = str.maketrans(
     {
@@ -27,21 +29,43 @@ _SIGNS = str.maketrans(
     }
 )
 _SPACE = r"(?:[ ~]|\\[,;: ])"
+_CIRC = r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
+_ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d+\}?)?\s*(?:\\left\s*)?[({]?\s*-?)(\d+(?:\.\d+)?)"
 _FIXED = (
+    (re.compile(r"^(-?)\s*US\s*\\?\$"), r"\1"),
     (re.compile(r"~|\\\$"), " "),
     (re.compile(r"^(?:\s|\\[ ,;:!])+|(?:\s|\\[ ,;:!\\]|[.,;:])+$"), ""),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"\^?\\degrees?(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(rf"{_ANGLE}{_CIRC}"), r"\1\\frac{\2\\pi}{180}"),
+    (re.compile(rf"({_CIRC})\s*(?:\\(?:text|mathrm)\s*\{{\s*[CF]\s*\}}|[CF])$"), r"\1"),
     (re.compile(r"^([A-Za-z])\)$"), r"\1"),  # a choice
+    (re.compile(r"^(\*\*|`)([^*`]+)\1$"), r"\2"),
+    (re.compile(r"\\\\\[-?[\d.]+(?:pt|em|ex|mm|cm)\]|\\cr(?![A-Za-z])"), r"\\\\"),  # the end of a matrix's row
+    (re.compile(r"\\(?:l|c)?dots[bcmio]?(?![A-Za-z])|\.\.\.|…"), r"\\ldots"),
+    (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
     (re.compile(rf"(?<![\d.,])(\d{{1,3}})((?:{_SPACE}\d{{3}})+)(?![\d/])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
-    (re.compile(r"^([+-]?\d{1,3})((?:(?:,|\{,\}|,\\!)\d{3})+)(?![\d,])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
+    (
+        re.compile(r"^([+-]?\d{1,3})((?:(?:,|\{,\}|,\\!|\\text\{,\})\d{3})+)(?![\d,])"),
+        lambda m: m[1] + re.sub(r"\D", "", m[2]),
+    ),
     (re.compile(rf"(?<![\d./])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])"), r"\1 \\frac{\2}{\3}"),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])"), lambda m: rf"{m[1]} \times 10^{{{int(m[2])}}}"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"\\text\{\s*\(?([A-Za-z])\)?[.:]?\s*\}"), r"\\text{\1}"),
+    (re.compile(r"^\\text\{([A-Za-z][A-Za-z ]*)[.:;,!]\s*\}$"), r"\\text{\1}"),
+    (re.compile(r"^([\[(\]])([^;,()\[\]]+);([^;,()\[\]]+)([\])\[])$"), r"\1\2,\3\4"),
+    (re.compile(r"^\]([^\[\]()]*,[^\[\]()]*)([\[\]])$"), r"(\1\2"),
+    (re.compile(r"^([\[(])([^\[\]()]*,[^\[\]()]*)\[$"), r"\1\2)"),
 )
-_REPEATING = re.compile(r"(\d+)\.(\d*)\\overline\{(\d{1,18})\}")
-_SHORT = "cm|mm|km|ft|mi|yd|kg|mg|lb|lbs|oz|ml|hr|hrs|min|sec|mph|kph|sq|m/s|km/h|cents?"
+_ROOT = re.compile(r"\\sqrt(\[\d+\])?\s*(?:\(([^()]*)\)|(?<=[\s\]])(\d+|\w))")
+_REPEATING = (
+    re.compile(r"(\d+)\.(\d*)\\(?:overline|bar)\{(\d{1,18})\}"),
+    re.compile(r"(\d+)\.(\d*)\\dot\{?(\d)\}?(?!\d|\\dot)"),
+    re.compile(r"^-?(\d+)\.(\d*)\((\d{1,18})\)$"),
+    re.compile(r"(\d+)\.(\d{0,9}?)(\d{1,6}?)\3\3+\s*(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"),
+)
+_SHORT = "cm|mm|km|ft|mi|yd|kg|mg|lb|lbs|oz|ml|hr|hrs|min|sec|mph|kph|sq|m/s|km/h|cents?|USD|EUR|GBP|CNY|INR|JPY"
 _UNIT = re.compile(rf"(.*[\d}})])\s+((?:(?:[A-Za-z]{{4,}}|{_SHORT})(?:\^\{{?\d\}}?)?\s*)+)")
 _WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|on|off|one|two|six|ten)")
 _MEANT = frozenset(
@@ -54,30 +78,60 @@ def _repeating(match: re.Match[str]) -> str:
     whole, fixed, again = match[1], match[2], match[3]
     scale = 10 ** len(fixed)
     value = Fraction(int(whole + fixed), scale) + Fraction(int(again), scale * (10 ** len(again) - 1))
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return rf"{'-' * match[0].startswith('-')}\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_LOWERED = re.compile("[₀-₉]+")
 
 
 def _sign(one: str) -> str:
-    """A fraction in one sign as LaTeX, another sign as it is."""
-    top, slash, bottom = unicodedata.normalize("NFKD", one).partition("\u2044")
-    return rf" \frac{{{top}}}{{{bottom or 1}}}" if slash and top.isdigit() else one
+    """A fraction in one sign as LaTeX, a wide or a mathematical letter as a plain one, a sign that is not seen as
+    nothing, any script's digit as ours, another sign as it is."""
+    plain, kind = unicodedata.normalize("NFKD", one), unicodedata.category(one)
+    top, slash, bottom = plain.partition("\u2044")
+    if slash and top.isdigit():
+        return rf" \frac{{{top}}}{{{bottom or 1}}}"
+    if kind in ("Cf", "Nd"):
+        return str(unicodedata.decimal(one)) if kind == "Nd" else ""
+    wide = unicodedata.east_asian_width(one) == "F" or "\U0001d400" <= one <= "\U0001d7ff"
+    return plain if wide else one
 
 
 def normal(text: str) -> str:
     """An answer or a reference, without what is around it, as math-verify reads it best."""
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKD', m[0])}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKD', m[0])}}}", text)
     text = "".join(one if one.isascii() else _sign(one) for one in text).translate(_SIGNS)
-    text = _REPEATING.sub(_repeating, re.sub(r"\\sqrt\s+(\d+|\w)", r"\\sqrt{\1}", text))
+    text = _ROOT.sub(lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}", text)
+    for pattern in _REPEATING:
+        text = pattern.sub(_repeating, text)
     for pattern, instead in _FIXED:
         text = pattern.sub(instead, text)
-    text = text.strip()
+    text = _several(text.strip())
     found = _UNIT.fullmatch(text)
     if found and not _MEANT & set(found[2].lower().split()):
         return found[1]
     return rf"\text{{{text}}}" if _WORD.fullmatch(text) and text.lower() not in _MEANT else text
+
+
+_GROUP = re.compile(r"\d\s*\\(?:text|mathrm|mbox)\s*\{(?!\s*(?:and|or|to)?\W*\})[^{}]*\}\s*(?=\d)")
+_RATIO = re.compile(r"\d+(?:\s*:\s*\d+){2,}")
+
+
+def _several(text: str) -> str:
+    """Several quantities with units between ("2 hours 30 minutes") as words, a ratio of more than two as a tuple, and
+    "x<1 or x>2" as intervals: math-verify takes one number, or one inequality, for the whole."""
+    parts = _OR.split(text)
+    if len(parts) > 1 and all(spans := [_interval(one.strip()) for one in parts]):
+        return r"\cup ".join(spans)
+    if _GROUP.search(text):
+        return rf"\text{{{bare(text)}}}"
+    if _RATIO.fullmatch(text):
+        numbers = [int(one) for one in text.split(":")]
+        common = math.gcd(*numbers) or 1
+        return f"({','.join(str(one // common) for one in numbers)})"
+    return text
 
 
 _UPRIGHT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -98,21 +152,58 @@ def bounds(text: str) -> bool:
     return bool(_BOUNDS.fullmatch(text))
 
 
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])|\bor\b")
+
+
+def _interval(text: str) -> str:
+    """The interval of a name between numbers; empty if it is something else."""
+    if not bounds(text):
+        return ""
+    parts = [one.strip() for one in re.split(rf"({_THAN})", text)]
+    turned = {one.lstrip("\\")[0] in ">g" for one in parts[1::2]}
+    if len(turned) > 1:
+        return ""
+    if True in turned:  # from the smaller to the larger
+        parts.reverse()
+    if len(parts) == 3:
+        parts = ["-\\infty", "<", *parts] if parts[0].isalpha() else [*parts, "<", "\\infty"]
+    low, above_low, _, below_high, high = parts
+    return f"{'[' if 'e' in above_low else '('}{low},{high}{']' if 'e' in below_high else ')'}"
+
+
+_CLOCK = re.compile(r"(\d[\d:.]*)\s*([AaPp])\.?\s?[Mm]\.?")
+_BASE = re.compile(r"\(?(\d[0-9A-Fa-f]*|[A-F][0-9A-F]+)\)?\s*_\s*\{?\s*(\d{1,2}|[a-z]{3,7})\s*\}?")
+_NAMED = "zero one two three four five six seven eight nine ten eleven twelve".split()
+
+
+def _tag(text: str) -> str:
+    """An hour with its half of the day, or a number with its base; empty if it is something else."""
+    if found := _CLOCK.fullmatch(bare(text)):
+        return f"{found[1]} {found[2].lower()}m"
+    if found := _BASE.fullmatch(bare(text)):
+        base = str(_NAMED.index(found[2])) if found[2] in _NAMED else found[2]
+        return f"{found[1].lower()} base {base}"
+    return ""
+
+
 _PERCENT = re.compile(r"([^%]*[^%\s\\])\s*(?:\\?%|percent(?:age)?|pct|\\text\{\s*(?:\\?%|percent(?:age)?|pct)\s*\})")
 
 
 def readings(reference: str, answer: str) -> list[tuple[str, str]]:
     """Pairs of which one has to be equal: a percentage is the number before its sign, or its hundredth, but beside
-    another percentage, with which it shares the sign.
+    another percentage, with which it shares the sign. Of two hours, or two numbers with a base, nothing is left out.
     """
+    tags = [_tag(one) for one in (reference, answer)]
+    if all(tags):
+        return [(rf"\text{{{tags[0]}}}", rf"\text{{{tags[1]}}}")]
     percents = [_PERCENT.fullmatch(one) for one in (reference, answer)]
     if not any(percents):
         return [(reference, answer)]
-    bare = [one if found is None else found[1] for one, found in zip((reference, answer), percents, strict=True)]
-    pairs = [(bare[0], bare[1])]
+    plain = [one if found is None else found[1] for one, found in zip((reference, answer), percents, strict=True)]
+    pairs = [(plain[0], plain[1])]
     if not all(percents):
         of_hundred = [
-            one if found is None else rf"\frac{{{one}}}{{100}}" for one, found in zip(bare, percents, strict=True)
+            one if found is None else rf"\frac{{{one}}}{{100}}" for one, found in zip(plain, percents, strict=True)
         ]
         pairs.append((of_hundred[0], of_hundred[1]))
     return pairs

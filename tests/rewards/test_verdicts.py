@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from verl.utils.reward_score import default_compute_score, search_r1_like_qa_em
 
 from verl_ext.rewards import caged, default, math, qa
-from verl_ext.rewards.notation import normal
+from verl_ext.rewards.notation import LONGEST, normal
 
 ROOT = Path(__file__).parents[2]
 TABLE = [json.loads(line) for line in (Path(__file__).parent / "verdicts.jsonl").read_text("utf-8").splitlines()]
@@ -160,6 +160,15 @@ def test_any_text_can_be_normalised(text: str) -> None:
 
 
 PUNCTUATION = st.sampled_from(["", ".", "!", ",", "'", "-"])
+
+
+@pytest.mark.parametrize("unit", ["1", "1.", "12", "⁹", "1:", "1 111", "1,111", "x<1 or ", "1\\text{ab}", "1 aaaa "])
+def test_a_text_longer_than_any_answer_is_left_as_it_is(unit: str) -> None:
+    for end in ("", ".", "...", ":1:2"):
+        text = unit * (LONGEST // len(unit)) + end
+        normal(text[-LONGEST:])  # within the time of a test, and without an error
+        longer = unit * LONGEST + end + unit
+        assert normal(longer) == longer
 
 
 @settings(max_examples=200, deadline=None)

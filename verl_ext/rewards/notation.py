@@ -29,6 +29,8 @@ _SIGNS = str.maketrans(
     }
 )
 _SPACE = r"(?:[ ~]|\\[,;: ])"
+LONGEST = 1000
+"""Characters beyond which a text is left as it is: some patterns take time that grows with the square."""
 _CIRC = r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
 _ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d+\}?)?\s*(?:\\left\s*)?[({]?\s*-?)(\d+(?:\.\d+)?)"
 _FIXED = (
@@ -99,7 +101,9 @@ def _sign(one: str) -> str:
 
 
 def normal(text: str) -> str:
-    """An answer or a reference, without what is around it, as math-verify reads it best."""
+    """An answer or a reference, without what is around it, as math-verify reads it best; as it is beyond `LONGEST`."""
+    if len(text) > LONGEST:
+        return text
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKD', m[0])}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKD', m[0])}}}", text)
     text = "".join(one if one.isascii() else _sign(one) for one in text).translate(_SIGNS)

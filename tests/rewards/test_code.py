@@ -39,6 +39,14 @@ def score(source: str, tests: Any = SUMS, **kwargs: Any) -> dict[str, float]:
             "print(sum(map(int, input().split())))",
             1.0,
         ),
+        ("import os, sys\nprint(sum(map(int, os.fdopen(sys.stdin.fileno()).read().split())))", 1.0),
+        (
+            "import os, sys\nfast = os.read(sys.stdin.fileno(), 9) if 'r' in sys.stdin.mode else b''\n"
+            "os.write(sys.stdout.fileno(), b'%d' % sum(map(int, fast.split())))",
+            1.0,
+        ),
+        ("```python\n    print(sum(map(int, input().split())))\n```", 1.0),
+        ("\ufeffprint(sum(map(int, input().split())))", 1.0),
         ("import fileinput\nfor line in fileinput.input(): print(sum(map(int, line.split())))", 1.0),
         ("print(3)", 0.5),
         ("print(3, 7)", 0.0),
@@ -79,7 +87,7 @@ def test_what_a_function_returns_is_compared(source: str, expected: float) -> No
             "import os\nfor f in range(3, 64):\n    try: os.write(f, b'r')\n    except OSError: pass\nos._exit(0)",
             "crashed",
         ),
-        ("print('x' * (1 << 20))", "output"),
+        ("print('x' * (1 << 23))", "output"),
         ("#" + "\U0001f600" * 360_000, "input"),
         ("raise SystemExit(1)", ""),
         ("open('{file}', 'w')", "error"),
@@ -114,6 +122,13 @@ AS_VERL = {
     "one = threading.Thread(target=main)\none.start()\none.join()\nassert not one.is_alive()",
     "a pool": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(2) as pool:\n"
     "    print(sum(pool.map(int, input().split())))",
+    "another pool": "from multiprocessing.dummy import Pool\nwith Pool(2) as pool:\n"
+    "    print(sum(pool.map(int, input().split())))",
+    "a pool's later call": "from multiprocessing.pool import ThreadPool\npool = ThreadPool(2)\n"
+    "found = pool.starmap_async(pow, [(int(one), 1) for one in input().split()])\npool.close()\npool.join()\n"
+    "assert found.ready() and found.successful()\nprint(sum(found.get(timeout=9)))",
+    "a thread without a class": f"import _thread, time\ndone = []\ndef main():\n    {PRINT}\n    done.append(1)\n"
+    "_thread.start_new_thread(main, ())\nwhile not done: time.sleep(0.01)",
     "an event loop": "import asyncio\nasync def main():\n    await asyncio.sleep(0.001)\n    return input()\n"
     "print(sum(map(int, asyncio.run(main()).split())))",
     "depth": f"{RECURSION}\n{PRINT}",
@@ -196,6 +211,11 @@ def test_a_crash_earns_no_reward() -> None:
 def test_a_test_that_is_too_long_is_named() -> None:
     with pytest.raises(ValueError, match=r"input of a test is too long by itself: .* verl_ext\.sandbox\.input_kb=4096"):
         score("print(1)", {"inputs": ["1" * (5 << 20)], "outputs": ["1"]})
+    long = {"inputs": [str(5 << 20)], "outputs": ["1" * (5 << 20)]}
+    assert score("print(1)", long)["score"] == 0.0
+    with pytest.raises(ValueError, match=r"expects 5120 KiB of output; raise verl_ext\.sandbox\.output_kb above it"):
+        score("print('1' * int(input()))", long)
+    assert score("print('1' * int(input()))", {"inputs": [str(1 << 20)], "outputs": ["1" * (1 << 20)]})["score"] == 1.0
 
 
 @pytest.mark.parametrize("truth", ["", "no JSON", {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}])

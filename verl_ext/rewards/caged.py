@@ -10,25 +10,20 @@ sympy's own functions, and nothing that Python needs for more.
 from __future__ import annotations
 
 import ast
-import asyncio
 import builtins
-import concurrent.futures.thread
 import contextlib
 import functools
 import importlib
 import importlib.metadata
-import io
 import json
-import os
 import re
-import selectors
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from verl_ext.rewards.furniture import connect, furnish
 from verl_ext.rewards.notation import KNOWN, bare, bounds, boxed, normal, readings
 
 _PLAIN = (
@@ -219,81 +214,6 @@ def verls(data_source: str, answer: str, reference: str) -> float:
     return float(default_compute_score(data_source, answer, reference))
 
 
-_KNOWN = (
-    *(
-        "string",
-        "re",
-        "datetime",
-        "collections",
-        "heapq",
-        "bisect",
-        "copy",
-        "math",
-        "random",
-        "statistics",
-        "itertools",
-    ),
-    *("functools", "operator", "io", "sys", "json", "typing"),
-)
-"""Modules that a program has without importing them, and all that they export, as under verl's judge (0.9.1,
-utils/reward_score/prime_code/testing_util.py): answers name `List`, `defaultdict` and `math` as problem statements do.
-Of two of a name the later counts; a module comes before what others export, Python's own functions before all."""
-DEPTH = 600_000
-"""Calls within calls, as there."""
-
-
-def _start(self: threading.Thread) -> None:
-    """``Thread.start`` that returns when the thread has ended: the cage has one. Answers use them for a deep stack."""
-    try:
-        self.run()
-    except SystemExit:
-        pass
-    except Exception as error:  # ends the thread alone
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self)))
-
-
-def _submit(self: Any, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """``ThreadPoolExecutor.submit`` that returns when the call has ended."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    try:
-        future.set_result(function(*given, **named))
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that needs no socket, because no other thread wakes it."""
-
-    def __init__(self) -> None:
-        super().__init__(selectors.SelectSelector())
-
-    def _nothing(self) -> None:
-        pass
-
-    _make_self_pipe = _close_self_pipe = _write_to_self = _nothing
-
-
-class _Loops(asyncio.DefaultEventLoopPolicy):
-    _loop_factory = _Loop
-
-
-def _furnish() -> None:
-    """Give this process what programs have under verl's judge: names, depth, threads. It ends with its call."""
-    names: dict[str, Any] = {}
-    for module in map(importlib.import_module, _KNOWN):
-        exported = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        names.update((name, getattr(module, name)) for name in exported)
-    names.update((name, sys.modules[name]) for name in _KNOWN if name != "typing")
-    vars(builtins).update({**names, **vars(builtins)})
-    sys.setrecursionlimit(DEPTH)
-    instead = {"start": _start, "join": lambda *_, **__: None, "is_alive": lambda _: False}
-    for owner, methods in ((threading.Thread, instead), (concurrent.futures.ThreadPoolExecutor, {"submit": _submit})):
-        for name, method in methods.items():
-            setattr(owner, name, method)
-    asyncio.set_event_loop_policy(_Loops())
-
-
 def _whole_keys(value: Any) -> Any:
     """An argument that has whole numbers for keys, which JSON has as texts."""
     with contextlib.suppress(ValueError):
@@ -301,31 +221,11 @@ def _whole_keys(value: Any) -> Any:
     return value
 
 
-def _connect(stdin: Any, printed: io.BytesIO, size: int) -> None:
-    """Have ``open`` and the functions of ``os`` that fast programs use read this standard input, of `size` bytes, and
-    write to `printed`: the process's own are the null device."""
-    plain, read, write, fstat = open, os.read, os.write, os.fstat
-
-    def opened(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
-        if file in (0, "/dev/stdin"):
-            return stdin.buffer if "b" in mode else stdin
-        return plain(file, mode, *more, **named)
-
-    instead: dict[str, Any] = {
-        "read": lambda file, length: stdin.buffer.read(length) if file == 0 else read(file, length),
-        "write": lambda file, data: printed.write(data) if file == 1 else write(file, data),
-        "fstat": lambda file: types.SimpleNamespace(st_size=size) if file == 0 else fstat(file),
-    }
-    for name, function in instead.items():
-        setattr(os, name, function)
-    vars(builtins)["open"] = opened
-
-
 def program(source: str, given: Any, function: str | None = None) -> Any:
     """Run a program, or call a function of it. It learns nothing but its input, so the caller judges what comes out.
 
     Args:
-        source: of Python. `_KNOWN` is there without being imported.
+        source: of Python. What verl's judge provides is there without being imported.
         given: its standard input; with `function` its arguments.
         function: a method of its class ``Solution``, or a name of the program.
 
@@ -334,11 +234,9 @@ def program(source: str, given: Any, function: str | None = None) -> Any:
     """
     module = types.ModuleType("answer" if function else "__main__")
     sys.modules[module.__name__] = module  # where dataclasses and type hints look names up
-    printed, typed = io.BytesIO(), "" if function else str(given)
-    sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(typed.encode())), io.TextIOWrapper(printed, write_through=True)
     sys.argv = ["answer.py"]
-    _connect(sys.stdin, printed, len(typed.encode()))
-    _furnish()
+    printed = connect("" if function else str(given))
+    furnish()
     try:
         exec(compile(source, "<answer>", "exec", dont_inherit=True), vars(module))
     except SystemExit:

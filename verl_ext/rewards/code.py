@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -69,6 +70,7 @@ def compute_score(
     refuse_unknown(kwargs, ("timeout_s", "read_thinking"))
     tests, function = _tests(ground_truth)
     source = (solution_str if read_thinking else said(solution_str)).split("```python")[-1].split("```")[0]
+    source = textwrap.dedent(source.removeprefix("\ufeff"))
     runs: list[Judgement] = []
     passed = 0
     for some in (tests[:FIRST], tests[FIRST:]):
@@ -79,6 +81,8 @@ def compute_score(
             run = given("the program", [call])
             if run.reason == "input":
                 _check_length(case, function, timeout_s)
+            if run.reason == "output" and (size := len(json.dumps(expected)) >> 10) >= shared().limits.output_kb:
+                raise ValueError(f"a test expects {size} KiB of output; raise verl_ext.sandbox.output_kb above it")
             passed += not run.reason and _same(run.value, expected, function)
             runs.append(run)
     counts = [run.counts() for run in runs]

@@ -68,7 +68,7 @@ class Limits:
     workers: int = 0
     memory_mb: int = 2048
     input_kb: int = 4096
-    output_kb: int = 256
+    output_kb: int = 4096
     patience: float = 5.0
 
     def __post_init__(self) -> None:

@@ -114,8 +114,19 @@ def test_a_model_that_is_served_alone_is_refused(sglang: None, tmp_path: Path) -
     """SGLang's scheduler would end by a KeyError once verl wakes it."""
     config = sglang_config(save_model(tmp_path / "model"))
     OmegaConf.update(config, "verl_ext.models", {"small": {}, "judge": {"trained": False}}, force_add=True)
+    OmegaConf.update(config, "algorithm.adv_estimator", "grpo", force_add=True)
     with pytest.raises(sglang_cpu.SglangCpuError, match=r"models\.judge\.trained=false: .*models\.judge\.actor\.optim"):
         sglang_cpu.complete(config)
+
+
+def test_an_adapter_of_a_further_model_is_refused(sglang: None, tmp_path: Path) -> None:
+    config = sglang_config(save_model(tmp_path / "model"))
+    OmegaConf.update(config, "verl_ext.models.small.model.lora_rank", 4, force_add=True)
+    OmegaConf.update(config, "algorithm.adv_estimator", "grpo", force_add=True)
+    with pytest.raises(sglang_cpu.SglangCpuError, match=r"small\.model\.lora_rank=4: .*small\.model\.lora\.merge"):
+        sglang_cpu.complete(config)
+    OmegaConf.update(config, "verl_ext.models.small.model.lora.merge", True, force_add=True)
+    sglang_cpu.complete(config)
 
 
 def test_merged_adapter_is_served(sglang: None, tmp_path: Path) -> None:

@@ -118,21 +118,25 @@ def check_settings(config: Any) -> None:
     for key in ("mtp.enable_rollout", "disaggregation.enabled", "enable_rollout_routing_replay"):
         if OmegaConf.select(rollout, key) and (key != "mtp.enable_rollout" or rollout.mtp.get("enable")):
             raise _refused(key, True, "it needs an accelerator. Set false")
-    model = config.actor_rollout_ref.model
-    if int(model.get("lora_rank") or 0) > 0 and not (model.get("lora") or {}).get("merge"):
-        raise SglangCpuError(
-            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: verl hands an adapter to SGLang as memory of an "
-            "accelerator. Set actor_rollout_ref.model.lora.merge=true, which sends the merged weights, or "
-            "rollout.name=embedded."
-        )
+    _check_adapter(config, "actor_rollout_ref")
     for further in model_options.of(config):
+        where = f"{model_options.KEY}.{further.name}"
         if not further.trained:
-            where = f"{model_options.KEY}.{further.name}"
             raise SglangCpuError(
                 f"{where}.trained=false: verl wakes servers that are never trained, and on the CPU SGLang has nothing "
                 f"that slept. Set rollout.name=embedded or rollout.name=vllm for this run, or {where}.actor.optim.lr=0 "
                 "in place of trained=false."
             )
+        _check_adapter(model_options.overlaid(config, further), where)
+
+
+def _check_adapter(config: Any, where: str) -> None:
+    model = config.actor_rollout_ref.model
+    if int(model.get("lora_rank") or 0) > 0 and not (model.get("lora") or {}).get("merge"):
+        raise SglangCpuError(
+            f"{where}.model.lora_rank={model.lora_rank}: verl hands an adapter to SGLang as memory of an accelerator. "
+            f"Set {where}.model.lora.merge=true, which sends the merged weights, or rollout.name=embedded."
+        )
 
 
 def _refused(key: str, value: Any, why: str) -> SglangCpuError:

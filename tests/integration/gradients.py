@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of verl's own actor worker on rows made here, in a process of its own (the platform is set at import).
 
-Run as ``python gradients.py OUT.pt RANK WORLD_SIZE PORT``. It trains on several batches with a learning rate of zero
-and saves, for each, the gradient of every update, what the micro-batches held and the CPU time.
+Run as ``python gradients.py OUT.pt RANK WORLD_SIZE`` in torch's environment. It trains on several batches with a
+learning rate of zero and saves, for each, the gradient of every update, what the micro-batches held and the CPU time.
 """
 
 from __future__ import annotations
@@ -234,18 +234,8 @@ def run(worker: Any, case: dict[str, Any], rank: int, world: int) -> dict[str, A
 CONFIG: Any = None
 
 
-def main(out: str, rank: int, world: int, port: int) -> None:
-    os.environ.update(
-        VERL_PLATFORM="cpu",
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-        VERL_EXT_TRAINING_THREADS="1",
-    )
+def main(out: str, rank: int, world: int) -> None:
+    os.environ.update(VERL_PLATFORM="cpu", OMP_NUM_THREADS="1", VERL_EXT_TRAINING_THREADS="1")
     from omegaconf import OmegaConf
 
     global CONFIG
@@ -267,4 +257,4 @@ def main(out: str, rank: int, world: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -9,12 +9,11 @@ import functools
 import json
 import math
 import pickle
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import copies
 import numpy as np
 import pytest
 import torch
@@ -387,18 +386,8 @@ def test_what_reaches_the_engine(rollout: str) -> None:
     cfg, end = config(rollout=rollout), Server()
     ask(Pruning(cfg).client(client(LLMServerClient, cfg, end)), **TRAIN)
     node = OmegaConf.to_container(cfg.actor_rollout_ref.rollout, resolve=True)
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).parent / "server_boundary.py"),
-            rollout,
-            json.dumps(node),
-            json.dumps(end.requests[0]["sampling_params"]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    boundary, asked = Path(__file__).parent / "server_boundary.py", end.requests[0]["sampling_params"]
+    done = copies.python(boundary, rollout, json.dumps(node), json.dumps(asked), timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     request = found["request"]

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import copies
 import pytest
 from hydra import compose
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -26,8 +25,8 @@ def test_one_step_off_policy_is_refused_before_ray(tmp_path: Path) -> None:
     """It ended with 0, without the rejection, the schedule and the rows that were asked for."""
     given = ["hydra.searchpath=[pkg://verl.trainer.config]", f"hydra.run.dir={tmp_path}", *OURS]
     more = ["algorithm.rollout_correction.bypass_mode=false", f"verl_ext.rows_dir={tmp_path}/rows"]
-    command = [sys.executable, "-m", "verl.experimental.one_step_off_policy.main_ppo", *given, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=tmp_path)
+    command = ["-m", "verl.experimental.one_step_off_policy.main_ppo", *given, *more]
+    done = copies.python(*command, timeout=300, cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "ray init" not in done.stdout, last
     assert last.startswith("verl_ext: verl.experimental.one_step_off_policy.main_ppo.OneStepTaskRunner trains with")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import copies
 import pandas
 import pytest
 import verl  # noqa: F401  (loads the plugin)
@@ -343,13 +344,7 @@ def test_run_of_a_half_loaded_plugin_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def main_ppo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=300,
-    )
+    return copies.python("-m", "verl.trainer.main_ppo", *words, env={**os.environ, **environment}, timeout=300)
 
 
 @pytest.mark.slow
@@ -505,9 +500,7 @@ main()
 def sweep(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "show.py").write_text(SHOW)
     given = ["+recipe=[trloo,cpu]", "actor_rollout_ref.rollout.n=4", f"hydra.sweep.dir={tmp_path}", *words]
-    return subprocess.run(
-        [sys.executable, str(tmp_path / "show.py"), "-m", *given], capture_output=True, text=True, timeout=240
-    )
+    return copies.python(tmp_path / "show.py", "-m", *given, timeout=240)
 
 
 @pytest.mark.slow

@@ -6,13 +6,12 @@ from __future__ import annotations
 import ast
 import json
 import math
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import copies
 import pandas
 import pytest
 import torch
@@ -816,9 +815,7 @@ def test_sglangs_server_and_its_end_of_the_weight_sync_meet(gpus: int) -> None:
     """The last of verl's code before SGLang, for the second replica of each of three models."""
     boundary = str(Path(__file__).parent / "server_boundary.py")
     ranks = json.dumps([k * members.STRIDE + 1 for k in range(3)])
-    done = subprocess.run(
-        [sys.executable, boundary, "sglang", "numbers", ranks, str(gpus)], capture_output=True, text=True, timeout=1200
-    )
+    done = copies.python(boundary, "sglang", "numbers", ranks, gpus, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [one["server"] for one in found] == [f"sglang_server_{k * 5040 + 1}_0" for k in range(3)]

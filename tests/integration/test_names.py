@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import copies
 import pytest
 from hydra import compose
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -51,9 +50,7 @@ def config(*overrides: str) -> Any:
 def test_a_run_without_us_finds_no_name_taken(tmp_path: Path) -> None:
     """Public code registers `gigpo`; with us installed it raised where it was imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_EXT_")}
-    done = subprocess.run(
-        [sys.executable, "-c", THEIRS], capture_output=True, text=True, env=environment, timeout=240, cwd=tmp_path
-    )
+    done = copies.python("-c", THEIRS, env=environment, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "all theirs: True" in done.stdout
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import copies
 import pytest
 
 THEIRS = '''
@@ -77,9 +76,7 @@ def test_a_plugin_beside_ours_keeps_what_it_has(modules: str, tmp_path: Path) ->
     (tmp_path / "theirs.py").write_text(THEIRS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_EXT_")}
     environment.update(PYTHONPATH=str(tmp_path), VERL_USE_EXTERNAL_MODULES=modules)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], capture_output=True, text=True, env=environment, timeout=400, cwd=tmp_path
-    )
+    done = copies.python("-c", RUN, env=environment, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     found = json.loads(line.removeprefix("found "))

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ import verl
 import verl.trainer.ppo.v1 as v1
 from hydra import compose
 from omegaconf import OmegaConf
-from ports import free_port
+from ranks import run_ranks
 from transfer_queue import KVBatchMeta
 
 from verl_ext.integration.columns import EMPTY, VALID, ActiveBatch, BatchError, has_token, is_trained
@@ -441,22 +439,7 @@ def test_what_workers_are_told_is_put_back_after_a_failure() -> None:
 
 def train(out: Path, world: int) -> dict[tuple[str, str, int | None], dict[str, Any]]:
     """The results of `gradients.cases` by (name, mode, updates), from `world` processes."""
-    port = free_port()
-    children = []
-    try:
-        for rank in range(world):
-            command = [sys.executable, gradients.__file__, str(out), str(rank), str(world), str(port)]
-            log = (out.parent / f"{out.stem}_{rank}.log").open("wb")
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            children.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-        for rank, child in enumerate(children):
-            text = out.parent / f"{out.stem}_{rank}.log"
-            assert child.wait(timeout=600) == 0, text.read_text(errors="replace")[-4000:]
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+    run_ranks(Path(gradients.__file__), out, world=world)
     found = torch.load(out, weights_only=False)
     return {(result["name"], result["mode"], result["updates"]): result for result in found}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import copies
 import pytest
 import yaml
 
@@ -66,8 +67,7 @@ def test_tables_are_no_recipes() -> None:
 @pytest.mark.slow
 def test_verls_trainer_refuses_a_table_as_recipe() -> None:
     """Hydra itself would merge the table into the configuration, and the run would train without a recipe."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=[grpo,otb/samples]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = copies.python("-m", "verl.trainer.main_ppo", "+recipe=[grpo,otb/samples]", timeout=240)
     assert done.returncode != 0
     assert "verl-ext reproduce plan otb/samples" in done.stderr, done.stderr[-2000:]
 

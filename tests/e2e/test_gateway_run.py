@@ -58,8 +58,8 @@ def test_an_agent_of_ones_own_trains_over_http(standing_lab: Lab, tmp_path: Path
         assert finite(values)
         rows = run.rows(step)
         assert values["rollout/trajectories"] == 16 and values["rollout/turns"] == 48 and len(rows) == 32
-        assert values["rollout/rows_of_other_agents"] == 16 and values["actor/policy/grad_norm"] > 0
-        assert values["model/policy/rows"] == 32 and values["model/helper/rows"] == 16
+        assert values["rollout/turns_of_other_agents"] == 16 and values["actor/policy/grad_norm"] > 0
+        assert values["model/policy/sequences"] == 32 and values["model/helper/sequences"] == 16
         by_trajectory: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             by_trajectory.setdefault(row["traj_uid"], []).append(row)

@@ -36,7 +36,7 @@ def scripted(lab: Lab, name: str) -> tuple[list[str], dict[str, str]]:
 def merged(metrics: dict[str, Any], trajectories: int) -> bool:
     """Whether each trajectory of two turns is one sequence."""
     counts = [metrics[f"rollout/{name}"] for name in ("trajectories", "sequences", "turns")]
-    return counts == [trajectories, trajectories, 2 * trajectories] and metrics["updates/padding_rows"] == 0
+    return counts == [trajectories, trajectories, 2 * trajectories] and metrics["updates/padding_sequences"] == 0
 
 
 def nothing_left(run: Run) -> bool:
@@ -121,7 +121,7 @@ def test_rollouts_that_may_be_lost_are_counted_and_count_as_failures_in_validati
     run = standing_lab.run("raises_seldom", overrides=[*loop, *more], environment=environment).check()
     metrics = run.metrics[2]
     assert metrics["rollout/missing_trajectories"] == 4 and metrics["rollout/trajectories"] == 12
-    assert metrics["trloo/turn_0/rows"] == 12 and "the environment is gone" in run.log
+    assert metrics["trloo/turn_0/count"] == 12 and "the environment is gone" in run.log
     validation = run.metrics[0]
     assert validation["val-aux/missing_rollouts"] == 32
     assert validation["val-core/toy/reward/mean@4"] == 0.75  # every rollout that ends has reward 1

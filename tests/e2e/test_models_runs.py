@@ -118,7 +118,7 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     same_metrics(shared, waiting, "policy")
     for step in (1, 2):
         two = waiting.metrics[step]
-        assert two["model/other/rows"] == 0 and not any(k.startswith("actor/other/") for k in two)
+        assert two["model/other/sequences"] == 0 and not any(k.startswith("actor/other/") for k in two)
     alone = weights(shared)
     assert [shared.metrics[step]["length_lr/factor"] for step in (1, 2)] == [0.5, 1.0]
     one, two = (torch.load(run.folder / "checkpoints/global_step_2/verl_ext.pt") for run in (shared, waiting))
@@ -131,7 +131,7 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     start = AutoModelForCausalLM.from_pretrained(lab.model).state_dict()
     assert same_weights(start, weights(moved, "policy")) and not same_weights(start, alone)
     for step in (1, 2):
-        assert moved.metrics[step]["model/policy/rows"] == 0
+        assert moved.metrics[step]["model/policy/sequences"] == 0
         assert not any(k.startswith("actor/policy/") for k in moved.metrics[step])
 
     # One model an agent: rows of the first step and each agent's part of the gradient are those of the shared model.
@@ -160,15 +160,15 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     # A model that is not trained is served and no more: it has rows, and no engine, metric of one or checkpoint.
     for step in (1, 2):
         of_still = {key for key in apart.metrics[step] if "/still" in key and not key.startswith("timing_s")}
-        assert of_still == {f"model/still/{what}" for what in ("rows", "tokens", "agent/guest/rows")}
-        assert apart.metrics[step]["model/still/rows"] == 4
+        assert of_still == {f"model/still/{what}" for what in ("sequences", "tokens", "agent/guest/sequences")}
+        assert apart.metrics[step]["model/still/sequences"] == 4
     assert sorted(one.name for one in (apart.folder / "checkpoints/global_step_2/actor").iterdir()) == sorted(states)
 
     # Each engine has the weights of its own model, and each row is in the words of its own tokenizer.
     for step in (1, 2):
         assert finite(apart.metrics[step])
         for name in states:
-            assert apart.metrics[step][f"model/{name}/rows"] == 4
+            assert apart.metrics[step][f"model/{name}/sequences"] == 4
             assert apart.metrics[step][f"rejection/{name}/skipped_updates/count"] == 0
             assert apart.metrics[step][f"training/{name}/rollout_probs_diff_max"] < 1e-4
             assert apart.metrics[step][f"actor/{name}/grad_norm"] > 0
@@ -222,7 +222,7 @@ def test_models_on_two_ranks_while_rollouts_go_on(standing_lab: Lab) -> None:
     for step, metrics in run.metrics.items():
         assert finite(metrics) and 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
         for name, rows in (("policy", 18), ("other", 9)):
-            assert metrics[f"model/{name}/rows"] == rows and metrics[f"updates/{name}/per_batch"] == 2
+            assert metrics[f"model/{name}/sequences"] == rows and metrics[f"updates/{name}/per_batch"] == 2
             assert metrics[f"actor/{name}/grad_norm"] > 0 and f"actor/{name}/kpo/log_ratio_abs_max" in metrics
             assert step == 2 or metrics[f"training/{name}/rollout_probs_diff_max"] < 1e-4
     for name in ("policy", "other"):

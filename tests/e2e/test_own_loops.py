@@ -54,7 +54,7 @@ def test_own_loops_and_tool_agent_with_trloo(standing_lab: Lab, tmp_path_factory
     assert metrics["rollout/trajectories"] == metrics["rollout/sequences"] == 24
     assert metrics["rollout/turns"] == len(rows) > 48
     assert metrics["rollout/tokens"] < metrics["rollout/tokens_by_call"] and metrics["actor/grad_norm"] > 0
-    assert metrics["updates/padding_rows"] == 0
+    assert metrics["updates/padding_sequences"] == 0
     turns = defaultdict(list)
     for row in rows:
         turns[row["traj_uid"]].append(row)

@@ -65,7 +65,7 @@ def test_the_search_team_trains(lab: Lab) -> None:
         assert metrics["rollout/trajectories"] == len(records) == 16 and metrics["rollout/turns"] == len(rows)
         assert metrics["rollout/failed_trajectories"] == 0.0 and metrics["trajectory/prompts_cut"] == 0.0
         calls = Counter(row["agent_id"] for row in rows)
-        assert all(metrics[f"agent/{name}/rows"] == calls[name] for name in ROLES)
+        assert all(metrics[f"agent/{name}/turns"] == calls[name] for name in ROLES)
         for record in records:
             turns, info = record["turns"], record["info"]
             order = "".join(turn["agent"][0] for turn in turns)

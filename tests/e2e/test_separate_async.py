@@ -70,7 +70,7 @@ def test_each_model_has_rollout_servers_of_its_own(standing_lab: Lab) -> None:
         for name in ("policy", "other"):  # both mini-batches; in the second step both have moved
             assert metrics[f"actor/{name}/grad_norm"] > 0
             assert metrics[f"training/{name}/rollout_probs_diff_max"] < 1e-4
-        assert metrics["model/still/rows"] == 16 and any(key.startswith("val-") for key in metrics)
+        assert metrics["model/still/sequences"] == 16 and any(key.startswith("val-") for key in metrics)
     for name in ("policy", "other"):
         one, two = (weights(run, name, step=step) for step in (1, 2))
         trained = [key for key in one if name == "policy" or ".lora_" in key]

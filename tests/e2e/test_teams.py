@@ -52,7 +52,7 @@ def test_a_team_of_ones_own_trains_by_configuration_alone(standing_lab: Lab) -> 
         assert {row["agent_id"] for row in rows} == {"writer", "critic"}
         assert values["rollout/turns"] == len(rows) and values["rollout/trajectories"] == 16
         assert values["actor/grad_norm"] > 0
-        assert values["agent/writer/rows"] == values["agent/critic/rows"]  # they take turns
+        assert values["agent/writer/turns"] == values["agent/critic/turns"]  # they take turns
         by_trajectory: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             by_trajectory.setdefault(row["traj_uid"], []).append(row)

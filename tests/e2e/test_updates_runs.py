@@ -64,10 +64,10 @@ def test_the_same_updates_on_one_rank_and_on_two_and_readable_rollouts(
         assert first["rollout/trajectories"] == second["rollout/trajectories"] == 16
         assert first["rollout/turns"] == second["rollout/turns"] > 16
         assert first["updates/per_batch"] == second["updates/per_batch"] == 1
-        assert first["updates/mini_batch_rows"] == first["rollout/sequences"] == 16
-        assert first["updates/padding_rows"] == 0 and second["rollout/sequences"] == second["rollout/turns"]
+        assert first["updates/mini_batch_sequences"] == first["rollout/sequences"] == 16
+        assert first["updates/padding_sequences"] == 0 and second["rollout/sequences"] == second["rollout/turns"]
         assert first["rollout/tokens"] < first["rollout/tokens_by_call"] == second["rollout/tokens"]
-        assert second["updates/padding_rows"] == second["rollout/turns"] % 2
+        assert second["updates/padding_sequences"] == second["rollout/turns"] % 2
         rel = 1e-4 if step == 1 else 1e-2  # Adam divides by gradients that are nearly zero
         assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=rel)
         assert second["actor/pg_loss"] == pytest.approx(first["actor/pg_loss"], rel=rel, abs=1e-5)
@@ -122,7 +122,7 @@ def by_definition(one: Run, two: Run) -> None:
             expected = returns[name] - (sum(rest) / len(rest) if rest else 0.0)
             assert advantages[name] == pytest.approx(expected if kept[name] else 0.0, abs=1e-6)
     metrics = one.metrics[1]
-    assert metrics["trloo/turn_0/rows"] == 16 and metrics["trajectory/turns/max"] == 3
+    assert metrics["trloo/turn_0/count"] == 16 and metrics["trajectory/turns/max"] == 3
     reward = sum(row["turn_reward"] for row in one.rows(1)) / 16
     assert metrics["trajectory/reward/mean"] == pytest.approx(reward, abs=1e-9)
     # verl saw only the last output's reward, 1.0, copied to every row.

@@ -226,16 +226,16 @@ def test_agent_metrics_split_the_gradient_energy() -> None:
     out = metrics.learning_signal(fields, advantages, mask)
     assert out["agent/a/gradient_energy_share"] == pytest.approx(9 / 11)
     assert out["agent/b/gradient_energy_share"] == pytest.approx(2 / 11)
-    assert out["agent/a/rows"] == 1 and out["agent/b/score/mean"] == 4
-    assert out["advantage/effective_rows"] == pytest.approx(121 / 85)
+    assert out["agent/a/turns"] == 1 and out["agent/b/score/mean"] == 4
+    assert out["advantage/effective_turns"] == pytest.approx(121 / 85)
 
 
 def test_a_row_of_rounding_size_carries_no_signal() -> None:
     fields = {"valid_row": np.array([True, True, True, False])}
     advantages = torch.tensor([[0.5, 0.0], [1e-8, -1e-8], [0.0, 7.0], [9e9, 0.0]])
     out = metrics.learning_signal(fields, advantages, torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1]]))
-    assert out["advantage/zero_row_share"] == pytest.approx(2 / 3)
-    assert metrics.learning_signal(fields, 0 * advantages, torch.ones(4, 2))["advantage/zero_row_share"] == 1.0
+    assert out["advantage/zero_turn_share"] == pytest.approx(2 / 3)
+    assert metrics.learning_signal(fields, 0 * advantages, torch.ones(4, 2))["advantage/zero_turn_share"] == 1.0
 
 
 def test_responses_at_the_limit_are_those_that_fill_it() -> None:

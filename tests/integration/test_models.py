@@ -608,7 +608,7 @@ def test_each_model_gets_its_own_rows_and_names_its_own_metrics(store: Any) -> N
     assert batch.keys == ["u0_0_0", "u2_0_0", "u1_0_0", "u4_0_0", "u3_0_0"], "the rows of a model stay together"
     assert batch.extra_info == {"temperature": 1.0}
     reported = {name: value for _, metrics in run._updates_metrics for name, value in metrics.items()}
-    assert [reported[f"model/{name}/rows"] for name in ("policy", "small", "idle", "frozen")] == [2, 2, 0, 1]
+    assert [reported[f"model/{name}/sequences"] for name in ("policy", "small", "idle", "frozen")] == [2, 2, 0, 1]
     assert reported["model/small/tokens"] == 9
     assert {name: rows for name, rows in reported.items() if "/agent/" in name} == {
         "model/small/agent/a1/rows": 1,
@@ -667,7 +667,7 @@ def test_a_mean_over_no_token_is_left_out_and_a_nan_of_an_update_stays(
         run._compute_old_log_prob(batch, {})
     found = reduction.reduced(run._updates_metrics)
     assert found["actor/small/entropy"] == 3.0 and found["actor/policy/entropy"] == 1.0
-    assert found["model/small/rows"] == 2
+    assert found["model/small/sequences"] == 2
     run._update_actor(batch, {})
     assert math.isnan(reduction.reduced(run._updates_metrics)["actor/policy/grad_norm"])
 

@@ -374,7 +374,7 @@ def test_rows_of_a_model_that_is_not_trained_have_the_log_probabilities_of_their
     assert found.updates["small"] == [] and found.masks == beside.masks
     ((masks, _),), ((as_beside, _),) = found.updates["policy"], beside.updates["policy"]
     assert masks == as_beside and 0 < sum(map(sum, masks.values())) < sum(map(len, masks.values()))
-    assert found.metrics["model/small/rows"] == 8 and "updates/small/per_batch" not in found.metrics
+    assert found.metrics["model/small/sequences"] == 8 and "updates/small/per_batch" not in found.metrics
     assert found.metrics["rejection/kept_tokens_share"] > beside.metrics["rejection/kept_tokens_share"]
     own = batch.select_keys([key for key in KEYS if MODELS[key] == "small"])
     own.extra_info[token_kl.WANTED] = True

@@ -222,11 +222,17 @@ def test_verls_estimators_see_the_rows_that_are_trained_on(name: str, mixed: boo
 def test_metrics_are_reduced_by_what_they_are() -> None:
     """Two updates of a step, of 10 and 30 rows; verl adds up what has "sum" in its name and minimises "min"."""
     updates = [
-        (10, {"agent/summarizer/score/mean": 1.0, "agent/examiner/score/std": 0.2, "updates/mini_batch_rows": 8.0}),
-        (30, {"agent/summarizer/score/mean": 2.0, "agent/examiner/score/std": 0.6, "updates/mini_batch_rows": 16.0}),
+        (
+            10,
+            {"agent/summarizer/score/mean": 1.0, "agent/examiner/score/std": 0.2, "updates/mini_batch_sequences": 8.0},
+        ),
+        (
+            30,
+            {"agent/summarizer/score/mean": 2.0, "agent/examiner/score/std": 0.6, "updates/mini_batch_sequences": 16.0},
+        ),
     ]
     rest = {
-        "agent/max/rows": (3.0, 4.0, 7.0),
+        "agent/max/turns": (3.0, 4.0, 7.0),
         "agent/minimax/grad_norm/max": (1.0, 9.0, 9.0),
         "actor/second/kpo/log_ratio_abs_max": (1.0, 9.0, 9.0),
         "updates/mini_batch_tokens/min": (5.0, 4.0, 4.0),
@@ -234,8 +240,8 @@ def test_metrics_are_reduced_by_what_they_are() -> None:
         "rollout/failures/timeout at max": (1.0, 2.0, 3.0),
         "trajectory/max": (1.0, 2.0, 1.75),
         "trajectory/reward/max": (1.0, 2.0, 2.0),
-        "rollout/rows_of_other_agents": (6.0, 5.0, 11.0),
-        "model/policy/rows": (3, 4, 7),
+        "rollout/turns_of_other_agents": (6.0, 5.0, 11.0),
+        "model/policy/sequences": (3, 4, 7),
         "model/policy/tokens": (100, 300, 400),
         "timing_s/policy/update_actor": (5.0, 2.0, 7.0),
     }
@@ -244,7 +250,7 @@ def test_metrics_are_reduced_by_what_they_are() -> None:
     found = reduced(updates)
     assert found.pop("agent/summarizer/score/mean") == pytest.approx(1.75)
     assert found.pop("agent/examiner/score/std") == pytest.approx(0.5)
-    assert found.pop("updates/mini_batch_rows") == pytest.approx(14.0)
+    assert found.pop("updates/mini_batch_sequences") == pytest.approx(14.0)
     assert found == {name: expected for name, (_, _, expected) in rest.items()}
 
 

@@ -421,8 +421,8 @@ def test_the_workers_are_told_right_before_the_call(asked: int | None) -> None:
     assert trainer.critic_wg.seen == [{**(sizes | {"global_batch_size": 7.5} if asked else own), "epochs": 1}]
     assert part.metrics == {
         "updates/per_batch": 4.0 if asked else 2.0,
-        "updates/mini_batch_rows": 8.0 if asked else 16.0,
-        "updates/padding_rows": 1.0,
+        "updates/mini_batch_sequences": 8.0 if asked else 16.0,
+        "updates/padding_sequences": 1.0,
     }
 
 

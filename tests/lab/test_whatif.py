@@ -141,7 +141,7 @@ def test_the_key_is_checked_and_off_by_default() -> None:
 def test_constant_rewards_teach_nothing(tmp_path: Path) -> None:
     found = compared(tmp_path, batch([[1.0] * 4, [0.0] * 4]), "trloo", "dr_mas", "maxrl", "grpo", "rloo")
     for one in found.estimators.values():
-        assert one["zero_row_share"] == 1.0 and one["std"] == one["max_abs"] == 0.0
+        assert one["zero_turn_share"] == 1.0 and one["std"] == one["max_abs"] == 0.0
         assert one["scale"] is None and one["noise"] is None and one["agents"] == {"a": 0.0}
         assert one["resampled"] == {"variance": None, "company": 0.0, "cosine": None}
     assert found.correlation["trloo"]["trloo"] is None
@@ -155,7 +155,7 @@ def test_single_turn_groups_of_one_size(tmp_path: Path) -> None:
         one = found.estimators[name]
         assert (one["scale"], one["noise"]) == pytest.approx((1.0, 1.0)) and one["max_abs"] == pytest.approx(1.0)
         assert one["resampled"]["variance"] == pytest.approx(1.0) and 0 < one["resampled"]["company"] < 1
-        assert one["zero_row_share"] == 0.0
+        assert one["zero_turn_share"] == 0.0
     assert found.estimators["grpo"]["noise"] > 1 > found.correlation["grpo"]["trloo"]  # type: ignore[operator]
 
     tripled = {**made, "tokens": dict(made["tokens"]), "columns": dict(made["columns"])}
@@ -283,7 +283,7 @@ def test_rounding_is_no_signal(tmp_path: Path) -> None:
     """OTB leaves A = G epsilon / (W + epsilon) where all rewards are the same."""
     found = compared(tmp_path, batch([[1.0, 1.0, 1.0], [1.0, 0.0, 0.5]]), "otb", "optimal_token_baseline", draws=0)
     for one in found.estimators.values():
-        assert one["zero_row_share"] == 0.5
+        assert one["zero_turn_share"] == 0.5
 
 
 def test_runs_of_different_estimators_are_all_named(tmp_path: Path) -> None:

@@ -910,7 +910,7 @@ def test_the_workforce_of_owl_solves_a_task(
     )
     part.on_batch(None, active, {})
     assert active.columns["valid_row"].tolist() == [agent == "planner" for agent in agents]
-    assert part.metrics == {"rollout/rows_of_other_agents": 7}
+    assert part.metrics == {"rollout/turns_of_other_agents": 7}
 
 
 @pytest.mark.seconds

@@ -128,7 +128,7 @@ def test_each_model_has_servers_and_weights_of_its_own(vllm_lab: Lab) -> None:
     for step in (1, 2):
         metrics = run.metrics[step]
         assert finite(metrics)
-        assert [metrics[f"model/{name}/rows"] for name in ("policy", "other", "still", "far")] == [16, 8, 8, 8]
+        assert [metrics[f"model/{name}/sequences"] for name in ("policy", "other", "still", "far")] == [16, 8, 8, 8]
         for name in ("policy", "other", "far"):
             assert metrics[f"training/{name}/rollout_probs_diff_max"] <= 1e-5
             assert metrics[f"actor/{name}/grad_norm"] > 0

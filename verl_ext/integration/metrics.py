@@ -113,14 +113,14 @@ def group_metrics(prefix: str, group: np.ndarray) -> dict[str, float]:
 
 
 def turn_metrics(prefix: str, turn: np.ndarray, returns: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
-    """``<prefix>/turn_<k>/{return,advantage}/mean`` and ``<prefix>/turn_<k>/rows`` for the first `SHOWN_TURNS` turns;
+    """``<prefix>/turn_<k>/{return,advantage}/mean`` and ``<prefix>/turn_<k>/count`` for the first `SHOWN_TURNS` turns;
     of the valid rows' turns [V] int64 and their returns and advantages [V] float64."""
     out = {}
     for k in np.unique(turn[turn < SHOWN_TURNS]):
         chosen = turn == k
         out[f"{prefix}/turn_{k}/return/mean"] = float(returns[chosen].mean())
         out[f"{prefix}/turn_{k}/advantage/mean"] = float(advantages[chosen].mean())
-        out[f"{prefix}/turn_{k}/rows"] = float(chosen.sum())
+        out[f"{prefix}/turn_{k}/count"] = float(chosen.sum())
     return out
 
 
@@ -174,9 +174,9 @@ def learning_signal(
         response_mask: [B, T] 0/1.
 
     Returns:
-        ``advantage/effective_rows`` (Kish, of the rows' energies), ``advantage/zero_row_share``, and for up to 32
-        agents ``agent/<id>/{rows,score/mean,score/std,gradient_energy_share}`` beside ``rollout/score/{mean,std}`` over
-        all rows (the score is what Dr. MAS and GRPO normalise).
+        ``advantage/effective_turns`` (Kish, of the turns' energies), ``advantage/zero_turn_share``, and for up to 32
+        agents ``agent/<id>/{turns,score/mean,score/std,gradient_energy_share}`` beside ``rollout/score/{mean,std}``
+        over all turns (the score is what Dr. MAS and GRPO normalise).
     """
     valid = np.asarray(columns["valid_row"], dtype=bool)
     if not valid.any():
@@ -184,8 +184,8 @@ def learning_signal(
     masked = torch.where(response_mask.bool(), advantages, 0.0)
     energy = masked.square().sum(-1, dtype=torch.float64).numpy()[valid]
     out = {
-        "advantage/effective_rows": effective_sample_size(energy),
-        "advantage/zero_row_share": zero_share(masked.abs().amax(-1).numpy()[valid]),
+        "advantage/effective_turns": effective_sample_size(energy),
+        "advantage/zero_turn_share": zero_share(masked.abs().amax(-1).numpy()[valid]),
     }
     if "agent_id" in columns:
         names, member = np.unique(np.asarray(columns["agent_id"])[valid].astype(str), return_inverse=True)
@@ -194,7 +194,7 @@ def learning_signal(
         out["rollout/score/mean"], out["rollout/score/std"] = float(score.mean()), float(score.std())
         for k, name in enumerate(names[:32]):
             own = member == k
-            out[f"agent/{name}/rows"] = float(own.sum())
+            out[f"agent/{name}/turns"] = float(own.sum())
             out[f"agent/{name}/gradient_energy_share"] = float(energy[own].sum()) / total if total > 0 else 0.0
             out[f"agent/{name}/score/mean"] = float(score[own].mean())
             out[f"agent/{name}/score/std"] = float(score[own].std())

@@ -273,9 +273,9 @@ def test_the_benchmark_of_models_reads_what_runs_have_left(
         order.append(count)
         out.mkdir(parents=True)
         slow = 1.0 if len(order) < 3 else 2.0
-        rows = {"agent/first/rows": 4.0, "agent/second/rows": 6.0}
+        turns = {"agent/first/turns": 4.0, "agent/second/turns": 6.0}
         lines = [
-            {"step": step, "data": {"timing_s/step": slow * count * (9.0 if step == 1 else 4.0 / step), **rows}}
+            {"step": step, "data": {"timing_s/step": slow * count * (9.0 if step == 1 else 4.0 / step), **turns}}
             for step in (1, 2, 3)
         ]
         (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -292,7 +292,7 @@ def test_the_benchmark_of_models_reads_what_runs_have_left(
     said = capsys.readouterr().out
     assert order == [1, 2, 2, 1]
     found = json.loads(said.splitlines()[-1])
-    one = {"start_s": 20.0, "start_cpu_s": 30.0, "step_s": 1.3333, "step_cpu_s": 6.0, "rows": 10.0, "memory_gib": 1.0}
+    one = {"start_s": 20.0, "start_cpu_s": 30.0, "step_s": 1.3333, "step_cpu_s": 6.0, "turns": 10.0, "memory_gib": 1.0}
     assert found["models"]["1"] == one
     assert found["models"]["2"]["step_s"] == 2.6667 and found["models"]["2"]["memory_gib"] == 2.0
     assert found["ratio"]["2"]["step_s"] == 2.0 and found["ratio"]["2"]["start_s"] == 1.0

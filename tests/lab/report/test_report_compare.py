@@ -173,18 +173,18 @@ def test_panels_follow_what_was_logged(tmp_path: Path) -> None:
 def test_measured_norms_of_agents_stand_in_place_of_estimates(tmp_path: Path) -> None:
     step: dict[str, float | None] = {"actor/grad_norm": 2.0}
     for agent, share in (("solver", 0.75), ("judge", 0.25)):
-        step |= {f"agent/{agent}/gradient_energy_share": share, f"agent/{agent}/rows": 4.0}
+        step |= {f"agent/{agent}/gradient_energy_share": share, f"agent/{agent}/turns": 4.0}
         step |= {f"agent/{agent}/grad_norm/mean": share, f"agent/{agent}/grad_norm/max": 2 * share}
     write(tmp_path / "metrics.jsonl", {1: step})
     runs = compare.load([tmp_path])
     agents = compare.sections(runs)[-1]
     assert [panel.metric for panel in agents.panels] == [
         f"agent/{agent}/{what}"
-        for what in ("gradient_energy_share", "grad_norm/mean", "grad_norm/max", "rows")
+        for what in ("gradient_energy_share", "grad_norm/mean", "grad_norm/max", "turns")
         for agent in ("judge", "solver")
     ]
     assert agents.title == "Agents" and agents.main == 6
-    assert agents.panels[2].title == "judge: gradient norm of its rows"
+    assert agents.panels[2].title == "judge: gradient norm of its turns"
     write(tmp_path / "metrics.jsonl", {1: {name: value for name, value in step.items() if "/judge/" not in name}})
     assert compare.sections(compare.load([tmp_path]))[-1].main == 0  # a lone agent is the run
 
@@ -193,9 +193,10 @@ def test_the_agents_of_a_run_with_several_models_are_named_with_theirs(tmp_path:
     both: dict[str, float | None] = {f"agent/{agent}/score/mean": 1.0 for agent in ("solver", "judge")}
     write(tmp_path / "shared" / "metrics.jsonl", {1: both})
     assert compare.sections(compare.load([tmp_path]))[-1].note == ""
-    own: dict[str, float | None] = {"model/policy/agent/solver/rows": 2.0, "model/small/agent/judge/rows": 1.0}
+    # The second has the name of before.
+    own: dict[str, float | None] = {"model/policy/agent/solver/sequences": 2.0, "model/small/agent/judge/rows": 1.0}
     for seed in (0, 1):
-        write(tmp_path / "apart" / f"seed_{seed}" / "metrics.jsonl", {1: both | own | {"model/small/rows": 1.0}})
+        write(tmp_path / "apart" / f"seed_{seed}" / "metrics.jsonl", {1: both | own | {"model/small/sequences": 1.0}})
     runs = compare.load([tmp_path])
     agents = page_data(runs, compare.sections(runs), title="t")["sections"][-1]
     assert agents["title"] == "Agents"

@@ -423,7 +423,7 @@ def test_sections_unfold_and_what_is_below_is_drawn_on_the_way(browser: headless
     steps: Steps = {}
     for step in range(1, 4):
         steps[step] = {f"agent/{name}/score/mean": step / 3 for name in ("solver", "judge")}
-        steps[step] |= {f"agent/{name}/rows": 8.0 for name in ("solver", "judge")}
+        steps[step] |= {f"agent/{name}/turns": 8.0 for name in ("solver", "judge")}
         steps[step] |= {"mix/otb/share": 0.25, "mix/trloo/share": 0.75, "critic/score/mean": 1.0}
         steps[step] |= {f"mismatch/p_{number}/mean": number for number in range(30)}
     write(tmp_path / "run" / "metrics.jsonl", steps)
@@ -442,8 +442,8 @@ def test_sections_unfold_and_what_is_below_is_drawn_on_the_way(browser: headless
     ]
     assert page.texts(".panel strong") == [
         "Training reward",
-        "judge: mean score of its rows",
-        "solver: mean score of its rows",
+        "judge: mean score of its turns",
+        "solver: mean score of its turns",
         "mix/otb/share",
         "mix/trloo/share",
     ]

@@ -148,10 +148,11 @@ class LeadMixin(ModelSide):
         self._model_of = {key: name for name, part in parts.items() for key in part.keys}
         for name in self._trainers():
             tags = [tag for tag in parts[name].tags if columns.is_real(tag)] if name in parts else []
-            counts = {f"model/{name}/rows": len(tags), f"model/{name}/tokens": sum(int(tag["seq_len"]) for tag in tags)}
+            own = f"model/{name}"
+            counts = {f"{own}/sequences": len(tags), f"{own}/tokens": sum(int(tag["seq_len"]) for tag in tags)}
             self._report(len(tags), counts)
-        for (name, agent), rows in agents.most_common(32):
-            self._report(rows, {f"model/{name}/agent/{agent}/rows": rows})
+        for (name, agent), count in agents.most_common(32):
+            self._report(count, {f"model/{name}/agent/{agent}/sequences": count})
         return type(batch)(
             keys=[key for part in parts.values() for key in part.keys],
             tags=[tag for part in parts.values() for tag in part.tags],

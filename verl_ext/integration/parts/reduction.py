@@ -2,8 +2,8 @@
 """Our metrics of the updates of a step, reduced by what they are.
 
 verl reduces a name by its substrings: one with "sum" in it is added up, one with "min" is a minimum, so that an agent
-called ``summarizer`` or a count of ``mini_batch_rows`` comes out wrong. Here only the last part of a name counts, which
-is never a user's.
+called ``summarizer`` or a size like ``mini_batch_sequences`` comes out wrong. Here only the last part of a name counts,
+which is never a user's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 COUNTS = (
     "count",
-    "rows",
     "turns",
     "sequences",
     "tokens",
@@ -20,8 +19,8 @@ COUNTS = (
     "trajectories",
     "missing_trajectories",
     "failed_trajectories",
-    "padding_rows",
-    "rows_of_other_agents",
+    "padding_sequences",
+    "turns_of_other_agents",
 )
 """Last parts of names that count something of a batch, which a step has as many of as its batches together."""
 

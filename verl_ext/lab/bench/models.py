@@ -103,13 +103,13 @@ def figures(run: Path) -> dict[str, float]:
     looks = pandas.read_json(run / COSTS, lines=True)
     ends = looks[looks["steps"] > 0].groupby("steps").first()  # the first look after each step
     curves = read_run(run).curves
-    rows = sum(curve for name, curve in curves.items() if name.startswith("agent/") and name.endswith("/rows"))
+    turns = sum(curve for name, curve in curves.items() if name.startswith("agent/") and name.endswith("/turns"))
     return {
         "start_s": float(ends["s"].iloc[0]),
         "start_cpu_s": float(ends["cpu_s"].iloc[0]),
         "step_s": float(curves["timing_s/step"].iloc[1:].min()),
         "step_cpu_s": float(ends["cpu_s"].diff().min()),
-        "rows": float(rows.iloc[1:].mean()),
+        "turns": float(turns.iloc[1:].mean()),
         "memory_gib": float(looks["memory"].max() / 2**30),
     }
 
@@ -117,7 +117,7 @@ def figures(run: Path) -> dict[str, float]:
 def compare(found: dict[int, dict[str, float]]) -> dict[str, Any]:
     """The figures by number of models, their ratios to the first, and the slope of a line through them: a model's."""
     first, *others = found
-    names = [name for name in found[first] if name != "rows"]
+    names = [name for name in found[first] if name != "turns"]
     return {
         "models": found,
         "ratio": {count: {name: found[count][name] / found[first][name] for name in found[first]} for count in others},
@@ -151,7 +151,7 @@ def _measure(task: Any, models: int, steps: int, out: Path, overrides: Sequence[
     out.mkdir(parents=True, exist_ok=True)
     words = settings(task, ["dr_mas"], task.prepare(seed=0), out, steps, 0)
     words += ["trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"]
-    words += ["actor_rollout_ref.actor.optim.lr=1e-12"]  # what is learned would change the rows
+    words += ["actor_rollout_ref.actor.optim.lr=1e-12"]  # what is learned would change the rollouts
     words += dealt(task.agents, models)
     done = threading.Event()
     watching = threading.Thread(target=watch, args=(out, done))

@@ -30,7 +30,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7
 DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
 
 _SEED = re.compile(r"^(?P<group>.*?)[-_./ ]*seed[-_= ]?(?P<seed>\d+)$", re.IGNORECASE)
-_MODEL = re.compile(r"^model/(?P<model>[^/]+)/agent/(?P<agent>.+)/rows$")
+_MODEL = re.compile(r"^model/(?P<model>[^/]+)/agent/(?P<agent>.+)/(?:sequences|rows)$")  # rows: before 0.2.0
 _AGENT = re.compile(r"^agent/(?P<agent>.+?)/(?P<what>(?:score|grad_norm)/[^/]+|[^/]+)$")
 
 
@@ -153,7 +153,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def estimated_norms(curves: Mapping[str, pandas.Series]) -> dict[str, pandas.Series]:
-    """From a run's metrics an estimate of the gradient norm of each agent's rows, by ``agent/<name>``: the whole norm
+    """From a run's metrics an estimate of the gradient norm of each agent's turns, by ``agent/<name>``: the whole norm
     times the root of the agent's share of the gradient energy, exact if the agents' gradients are orthogonal and their
     tokens' scores equally long. ``verl_ext.agent_gradients`` measures it.
     """

@@ -74,10 +74,10 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
         group: trajectories in a drawn group; 0: half of those of the prompt that has the most.
 
     Returns:
-        `Comparison`; of each estimator ``std`` and ``max_abs`` of A over model tokens, ``effective_rows`` (Kish, of the
-        rows' sums of A^2), ``zero_row_share`` (rows whose A is 0), ``agents`` and ``turns`` (shares of the sum of |A|),
-        ``scale`` and ``noise``, and of smaller groups ``resampled`` with ``variance``, ``company`` and ``cosine``. None
-        stands for what cannot be said, as without any signal or without groups to draw from.
+        `Comparison`; of each estimator ``std`` and ``max_abs`` of A over model tokens, ``effective_turns`` (Kish, of
+        the turns' sums of A^2), ``zero_turn_share`` (turns whose A is 0), ``agents`` and ``turns`` (shares of the sum
+        of |A|), ``scale`` and ``noise``, and of smaller groups ``resampled`` with ``variance``, ``company`` and
+        ``cosine``. None stands for what cannot be said, as without any signal or without groups to draw from.
 
     Raises:
         RecordError: a name is not registered, or no `group` can be drawn.
@@ -114,8 +114,8 @@ def compare(records: Sequence[Record], names: Sequence[str] = (), *, draws: int 
         statistics[name] = {
             "std": float(a.std()) if len(a) else 0.0,
             "max_abs": float(np.abs(a).max(initial=0.0)),
-            "effective_rows": effective_sample_size(_of_rows([one**2 for one in each])),
-            "zero_row_share": zero_share(_cat([one.abs().amax(1) for one in each])),
+            "effective_turns": effective_sample_size(_of_rows([one**2 for one in each])),
+            "zero_turn_share": zero_share(_cat([one.abs().amax(1) for one in each])),
             **{what: _shares(size, one) for what, one in labels.items()},
             "scale": scale,
             "noise": at_scale(batches.power(each), scale or 0.0, moment),

@@ -13,8 +13,8 @@ from verl_ext.integration.mix import component_names
 from verl_ext.lab.pages.html_page import page
 from verl_ext.lab.whatif.compare import Comparison
 
-ABOUT = """std, max |A|: of A over model tokens. zero rows: share of rows with |A| below 1e-6 of the largest.
-eff. rows: how many rows carry the update (Kish). with ...: correlation over model tokens with the run's own estimator.
+ABOUT = """std, max |A|: of A over model tokens. zero turns: share of turns with |A| below 1e-6 of the largest.
+eff. turns: how many carry the update (Kish). with ...: correlation over model tokens with the run's own estimator.
 scale: how much of the return is in A, against the leave-one-out mean's; what a learning rate makes up for.
 noise: second moment of the gradient in the logits at equal scale, against the leave-one-out mean's (1; less is better).
 variance, company, cosine: of smaller groups drawn from these: the gradient's variance at equal scale against the
@@ -42,8 +42,8 @@ def table(comparison: Comparison) -> pandas.DataFrame:
         rows[name] = {
             "std": one["std"],
             "max |A|": one["max_abs"],
-            "zero rows": one["zero_row_share"],
-            "eff. rows": one["effective_rows"],
+            "zero turns": one["zero_turn_share"],
+            "eff. turns": one["effective_turns"],
             **({f"with {own}": comparison.correlation[own][name]} if own in comparison.correlation else {}),
             "scale": one["scale"],
             "noise": one["noise"],
@@ -101,7 +101,7 @@ def text(comparison: Comparison) -> str:
 
 def brief(comparison: Comparison) -> str:
     """The columns that say most, for the end of a demo."""
-    columns = [f"with {run_of(comparison)}", "zero rows", "eff. rows", "std", "noise"]
+    columns = [f"with {run_of(comparison)}", "zero turns", "eff. turns", "std", "noise"]
     found = table(comparison)
     return _frame(found[[column for column in columns if column in found]])
 

@@ -104,7 +104,7 @@ class TrainAgents(Part):
             columns["turn_reward"] = carried(own, valid, trained, gamma)
         columns["valid_row"] = trained
         real = [is_real(tag) for tag in active.tags]
-        self.metrics["rollout/rows_of_other_agents"] = float(np.sum(valid & real) - np.sum(trained & real))
+        self.metrics["rollout/turns_of_other_agents"] = float(np.sum(valid & real) - np.sum(trained & real))
         return batch
 
 

@@ -337,6 +337,6 @@ def step_metrics(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], rows: i
     """How a padded batch was cut into mini-batches of `rows` rows."""
     return {
         "updates/per_batch": float(len(keys) // rows * epochs),
-        "updates/mini_batch_rows": float(rows),
-        "updates/padding_rows": float(sum(not is_real(tag) for tag in tags)),
+        "updates/mini_batch_sequences": float(rows),
+        "updates/padding_sequences": float(sum(not is_real(tag) for tag in tags)),
     }

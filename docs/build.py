@@ -104,7 +104,7 @@ def dataclass_rows(where: str, cls: type) -> list[tuple[str, Any, str]]:
 def model_rows() -> list[tuple[str, Any, str]]:
     """Keys of runs with several models; the sections of a model's node are verl's and have no dataclass of ours."""
     where = f"{model_options.KEY}.<name>"
-    scale = "own: each model's loss is divided by its own rows or tokens; joint: by nothing, `loss_agg_mode=token-sum`."
+    scale = "own: each model's loss is divided by its own sequences or tokens; joint: by nothing, with `token-sum`."
     sections = {name: f"actor_rollout_ref.{name}" for name in model_options.SECTIONS} | {model_options.CRITIC: "critic"}
     own = [row for row in dataclass_rows(where, model_options.Model) if row[0].rpartition(".")[2] in model_options.OWN]
     return [

@@ -63,7 +63,7 @@ def test_single_turn_data_is_recognised_among_padding() -> None:
 
 def test_nan_reward_names_prompt_trajectory_and_turn() -> None:
     fields = {"turn_reward": np.array([0.0, float("nan"), float("nan")]), "valid_row": np.array([True, True, False])}
-    with pytest.raises(columns.BatchError, match=r"uid q, trajectory q_4, turn 2 \(1 such rows"):
+    with pytest.raises(columns.BatchError, match=r"uid q, trajectory q_4, turn 2 \(1 such turns"):
         methods.check_rewards(fields, torch.zeros(3, 2), ["q_4_1", "q_4_2", "q_5_0"])
     fields = {"valid_row": np.array([True])}
     with pytest.raises(columns.BatchError, match="reward inf"):
@@ -77,7 +77,7 @@ def test_the_turn_that_the_agent_loop_gives_counts() -> None:
     found, _ = columns.row_fields(["u_0_0", "u_0_1", "u_1_7"], [{}] * 3, said)
     assert found["turn_index"].tolist() == [2**53 + 1, 2**53, 7] and found["turn_index"].dtype == np.int64
     for wrong in ("1", 1.0, True):
-        with pytest.raises(columns.BatchError, match="turn_index of row u_0_0 is"):
+        with pytest.raises(columns.BatchError, match="turn_index of turn u_0_0 is"):
             columns.row_fields(["u_0_0"], [{}], [{"turn_index": wrong}])
 
 
@@ -86,4 +86,4 @@ def test_a_field_of_the_users_own_is_read_from_what_the_agent_loop_said() -> Non
     found, missing = columns.row_fields(["u_0_0", "u_1_0", "p_0_0"], [{}, {}, {"is_padding": True}], said)
     batch = columns.ActiveBatch(found, missing, said)
     assert batch.column("level").tolist() == ["a", ["b"], None] and batch.column("agent_id") is None
-    assert batch.column("colour") is None and "2 of 2 rows lack it; they have level" in batch.missing["colour"]
+    assert batch.column("colour") is None and "2 of 2 turns lack it; they have level" in batch.missing["colour"]

@@ -133,7 +133,7 @@ def test_groups_by_a_field_of_the_users_own() -> None:
         in_run, _ = call("otb", {key: data[key] for key in VERLS}, config)
     assert torch.equal(by_hand, in_run)
     lacking = columns.ActiveBatch(dict(rest), extra_fields=[{"level": "a"}, *[{"other": 1}] * (len(levels) - 1)])
-    with columns.active(lacking), pytest.raises(columns.RowFieldMissing, match="'level'.*35 of 36 rows lack it"):
+    with columns.active(lacking), pytest.raises(columns.RowFieldMissing, match="'level'.*35 of 36 turns lack it"):
         call("otb", {key: data[key] for key in VERLS}, config)
 
 

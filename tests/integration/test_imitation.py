@@ -104,7 +104,7 @@ def test_divergence_of_the_sampler_in_the_engine(
 @starts_ranks
 def test_distributions_of_other_tokens_are_refused(found: dict[str, Any]) -> None:
     assert "distributions of the sampler. An agent loop has to return the extra_fields" in found["token_kl"]["short"]
-    assert "are not those of the row's tokens" in found["token_kl"]["other"]
+    assert "are not those of the sequence's tokens" in found["token_kl"]["other"]
 
 
 @pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.7, 1.3]), 1.0])
@@ -187,7 +187,7 @@ def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothi
     with pytest.raises(OptionError, match="vllm or sglang alone"):
         checks.check(config(*teacher, "distillation.teacher_models.teacher_model.inference.name=embedded"))
     several = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
-    with pytest.raises(OptionError, match="last row of a trajectory alone.*verl_ext_multi_turn makes several"):
+    with pytest.raises(OptionError, match="last sequence of a trajectory alone.*verl_ext_multi_turn makes several"):
         checks.check(config(*teacher, f"{LOSS}.teacher_topk=16", several))
 
 

@@ -76,7 +76,7 @@ def test_estimators_of_verl_that_take_rows_for_samples_are_told() -> None:
 
     def told(recipe: str, loop: str) -> bool:
         warnings = checks.check(config(f"+recipe={recipe}", *common, f"{played}={loop}"))
-        return any("verl's rloo takes each row for a sample" in one for one in warnings)
+        return any("verl's rloo takes each turn for a sample" in one for one in warnings)
 
     assert told("rloo", "verl_ext_multi_turn") and told("rloo", "verl_ext_orchestra")
     assert not told("rloo", "single_turn_agent") and not told("grpo", "verl_ext_multi_turn")
@@ -132,7 +132,7 @@ def test_rows_of_verls_own_loops_cannot_have_what_a_method_needs(recipe: str, fi
 
     who = "verl_ext.agent_gradients" if more else recipe
     ours = "verl_ext_step_wise" if field == "anchor_obs" else "verl_ext_orchestra or verl_ext_gateway"
-    needs = f"{who} needs the row field '{field}'.*default_agent_loop=single_turn_agent.*Set it to {ours}, or to a loop"
+    needs = f"{who} needs the turn field '{field}'.*default_agent_loop=single_turn_agent.*Set it to {ours}, or to a"
     with pytest.raises(OptionError, match=needs):
         check("plain")
     for legal in (
@@ -143,7 +143,7 @@ def test_rows_of_verls_own_loops_cannot_have_what_a_method_needs(recipe: str, fi
         assert check("plain", legal.replace("+actor", "++actor")) == []
     assert check("named") == check("plain", "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml") == []
     for warned in (check("absent"), check("plain", f"{loop}=tool_agent")):  # data elsewhere; tools may say it
-        assert len(warned) == 1 and f"needs the row field '{field}'" in warned[0] and "unless the data's" in warned[0]
+        assert len(warned) == 1 and f"needs the turn field '{field}'" in warned[0] and "unless the data's" in warned[0]
 
 
 def test_a_method_that_reads_none_of_it_runs_with_verls_loop(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_rows_taken_out_have_no_mask_before_any_pass(clean: Any) -> None:
 
 @pytest.mark.parametrize("value", ["False", "0", float("nan"), 2])
 def test_values_that_are_not_true_or_false_are_refused(clean: Any, value: Any) -> None:
-    with pytest.raises(BatchError, match=r"valid_row of row u_1_0 is .*gives true or false"):
+    with pytest.raises(BatchError, match=r"valid_row of turn u_1_0 is .*gives true or false"):
         columns.Columns(CONFIG).on_sample(rows(clean, True, value))
 
 
@@ -340,5 +340,5 @@ def test_row_fields_are_read_in_the_order_that_the_estimators_see() -> None:
     assert parts.all_parts().index(updates.Updates) < parts.all_parts().index(columns.Columns)
     run: Any = SimpleNamespace(_rows=ActiveBatch(columns={}, stored=["a_0_0", "b_0_0"]))
     compute = VerlExtTrainer._advantage(run, None)
-    with pytest.raises(RuntimeError, match="another order after their row fields were read"):
+    with pytest.raises(RuntimeError, match="another order after their turn fields were read"):
         compute(None, ["b_0_0", "a_0_0"], "grpo")

@@ -139,7 +139,7 @@ class TestConfiguration:
             assert found == expected
             assert made.critic.optim.lr == 1e-5 and small.config(made).critic.optim.lr == 3e-4
         checks.check(config(*given))
-        with pytest.raises(OptionError, match=r"models\.small: critic\.shuffle=true draws the rows of each update"):
+        with pytest.raises(OptionError, match=r"models\.small: critic\.shuffle=true draws the sequences of"):
             checks.check(config(*given, f"{critic}.shuffle=true"))
 
     def test_without_models_nothing_is_there(self) -> None:
@@ -452,7 +452,7 @@ class TestConfiguration:
 
     def test_updates_by_rows_are_warned_about(self) -> None:
         made = config(*TWO, "verl_ext.updates_per_batch=null")
-        assert any("verl_ext.updates_per_batch=null a model with few rows" in one for one in checks.check(made))
+        assert any("verl_ext.updates_per_batch=null a model with few sequences" in one for one in checks.check(made))
 
     def test_servers_that_do_not_fit_on_one_gpu_are_warned_about(self) -> None:
         given = [*TWO, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"]

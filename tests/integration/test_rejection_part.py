@@ -308,7 +308,7 @@ def test_the_field_that_prs_lacks_is_named() -> None:
     cfg = config("+recipe=grpo", "+algorithm.rejection.prs=true")
     part = rejection.RejectionRules(cfg, SimpleNamespace(global_steps=1))
     with pytest.raises(
-        columns.RowFieldMissing, match=r"^prs needs the row field 'prompt_index'.*\(extra_info\.index\)"
+        columns.RowFieldMissing, match=r"^prs needs the turn field 'prompt_index'.*\(extra_info\.index\)"
     ):
         part.before_advantage(data, keys, active)
 

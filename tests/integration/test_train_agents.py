@@ -139,7 +139,7 @@ def test_a_name_of_no_row_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, cap
         "verl_ext.train_agents names judge, of whom this batch has no row; its rows are of planner, worker"
     ]
     said[0]["agent_id"] = "worker"
-    with pytest.raises(BatchError, match=r"names planner, judge; the rows are of worker\."):
+    with pytest.raises(BatchError, match=r"names planner, judge; the turns are of worker\."):
         part.on_sample(batch)
 
 

@@ -418,7 +418,7 @@ def test_agents_with_a_reward_each_are_compared_by_their_own(name: str) -> None:
 
 def test_a_failed_trajectory_without_the_rewards_of_its_agents_is_named() -> None:
     said = [{"agent_id": "player_0", "agent_reward": 1.0}, {"agent_id": "player_0"}]
-    with pytest.raises(columns.BatchError, match="row u_1_0 has no agent_reward, but row u_0_0 of the same prompt has"):
+    with pytest.raises(columns.BatchError, match="turn u_1_0 has no agent_reward, but turn u_0_0 of the same prompt"):
         columns.row_fields(["u_0_0", "u_1_0"], [{}] * 2, said)
     columns.row_fields(["u_0_0", "v_1_0"], [{}] * 2, said)  # another prompt may have a team with one reward
     columns.row_fields(["u_0_0", "u_1_0"], [{}] * 2, [said[0], {**said[1], "valid_row": False}])

@@ -54,9 +54,9 @@ def test_every_row_is_dealt_once_evenly_and_balanced(count: int, ranks: int, see
 def test_no_update_is_without_a_real_row() -> None:
     dealt = updates.deal([5.0, 1.0, 1.0, *[100.0] * 9], [False] * 3 + [True] * 9, 3, 2)
     assert [sum(row < 3 for part in mini for row in part) for mini in dealt] == [1, 1, 1]
-    with pytest.raises(ValueError, match="2 rows cannot be dealt into 3 updates"):
+    with pytest.raises(ValueError, match="2 sequences cannot be dealt into 3 updates"):
         updates.deal([1.0] * 6, [False] * 2 + [True] * 4, 3, 1)
-    with pytest.raises(ValueError, match="7 rows cannot be dealt into 2 updates on 2 ranks"):
+    with pytest.raises(ValueError, match="7 sequences cannot be dealt into 2 updates on 2 ranks"):
         updates.deal([1.0] * 7, [False] * 7, 2, 2)
 
 
@@ -227,7 +227,7 @@ def test_actor_and_critic_have_the_same_ranks() -> None:
     ):
         updates.check(compose("ppo_trainer", overrides=[*run, *passing]))
     for refused, found in (
-        ([ulysses], "2 GPUs share a row, and in the critic 1 do"),
+        ([ulysses], "2 GPUs share one and in the critic 1 do"),
         ([ulysses, "critic.ulysses_sequence_parallel_size=2"], "and in the critic 1 do"),  # verl reads no such key
         (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "2 GPUs share a row"),
     ):
@@ -318,12 +318,12 @@ def test_rows_without_a_token_are_dealt_like_padding(asked: int | None, caplog: 
     assert updates.settings(batch.keys, batch.tags, 4, 2, mode)["global_batch_size"] == 7.5, "they count as rows"
     batch.tags[some.index(True)][EMPTY] = True
     assert part.row_multiple(1, 1) == 1 and part.now == 1
-    assert "a batch with 1 rows to train on gets as many updates" in caplog.text
+    assert "a batch with 1 sequences to train gets as many updates" in caplog.text
     for tag in batch.tags:
         tag[EMPTY] = True
     caplog.clear()
     assert part.row_multiple(1, 1) == 1 and not caplog.records, "nothing is said of a model that is passed over"
-    with pytest.raises(BatchError, match="took out all 15 rows of this batch .* or got no token of the model"):
+    with pytest.raises(BatchError, match="took out all 15 sequences of this batch .* or got no token of the model"):
         part.on_batch(batch, ActiveBatch(columns={}), {})
 
 
@@ -334,7 +334,7 @@ def test_no_mini_batch_of_verls_is_without_a_row_that_is_trained_on() -> None:
     trained = [is_trained(tag) for tag in batch.tags]
     assert [sum(trained[k : k + 4]) for k in (0, 4, 8, 12)] == [1, 1, 1, 1]
     batch, part = taken_out(12, None)
-    with pytest.raises(BatchError, match=r"4 updates of this batch of 16 rows, .* all but 3 of them .*Set verl_ext"):
+    with pytest.raises(BatchError, match=r"4 updates of this batch of 16 sequences, .* all but 3 of .*Set verl_ext"):
         part.on_batch(batch, ActiveBatch(columns={}), {})
     batch, part = taken_out(0, None)
     before = list(batch.keys)
@@ -348,7 +348,7 @@ def test_a_batch_of_which_nothing_is_left_is_refused(asked: int | None) -> None:
     batch, part = taken_out(15, asked)
     part.on_sample(batch)
     part.row_multiple(1, 1)
-    with pytest.raises(BatchError, match=r"took out all 15 rows of this batch .*Mend what makes the rollouts fail"):
+    with pytest.raises(BatchError, match=r"took out all 15 sequences of this batch .*Mend what makes the rollouts"):
         part.on_batch(batch, ActiveBatch(columns={}), {})
 
 

@@ -75,7 +75,7 @@ def batch(rewards: list[list[float]], *, turns: int = 1, energies: bool = True) 
             "agent_id": np.array(["ab"[turn > 0] for _, _, turn in rows], dtype=object),
             "valid_row": np.ones(size, dtype=bool),
         },
-        missing={"anchor_obs": "all rows lack it"},
+        missing={"anchor_obs": "all turns lack it"},
         extra_fields=[{"level": p % 2, "thing": object()} for p, _, _ in rows],
     )
     ids = {name: torch.randint(VOCABULARY, (size, LENGTH), generator=generator) for name in ("prompts", "responses")}
@@ -95,7 +95,7 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     assert path.name == "3.pt" and found.step == 3 and found.keys == made["keys"] and found.temperature == 0.5
     assert found.columns["turn_index"].tolist() == [0, 1] * 4 and found.columns["level"].tolist() == [0] * 4 + [1] * 4
     assert found.columns["agent_id"].tolist() == ["a", "b"] * 4 and "thing" not in found.columns
-    assert found.missing == {"anchor_obs": "all rows lack it"} and found.algorithm.gamma == 0.5
+    assert found.missing == {"anchor_obs": "all turns lack it"} and found.algorithm.gamma == 0.5
     assert torch.equal(found.tokens["old_log_probs"], made["tokens"]["old_log_probs"])
     write(tmp_path, {**made, "step": 4}, 1, keep=2)
     assert [one.name for one in find([tmp_path])] == ["3.pt", "4.1.pt"]
@@ -350,7 +350,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     found = compared(tmp_path, batch([[1.0, 0.0, 0.5]], energies=False))
     assert not found.energies and {"trloo", "dr_mas", "maxrl", "grpo", "rloo", "opo"} <= set(found.estimators)
     assert "sum_pi_squared" in found.refused["otb"] and found.refused["gae"] == "needs a critic"
-    assert "anchor_obs" in found.refused["gigpo"] and "all rows lack it" in found.refused["gigpo"]
+    assert "anchor_obs" in found.refused["gigpo"] and "all turns lack it" in found.refused["gigpo"]
     assert "reward_baselines" in found.refused["remax"] and not set(found.refused) & set(found.estimators)
 
 
@@ -432,9 +432,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     last = json.loads(said.splitlines()[-1])
     assert list(last["estimators"]) == ["otb", "trloo", "dr_mas"]
     assert last["correlation"]["otb"]["otb"] == pytest.approx(1.0) and list(last["refused"]) == ["hgpo"]
-    assert "16 rows of 2 prompts, 40 model tokens (step 3), recorded under trloo" in said
+    assert "16 turns of 2 prompts, 40 model tokens (step 3), recorded under trloo" in said
     assert "smaller groups: 2 trajectories a prompt" in said and "Share of |A| by agent" in said
-    assert "hgpo: hgpo needs the row field 'anchor_obs'" in said and "the same as a page: out/page.html" in said
+    assert "hgpo: hgpo needs the turn field 'anchor_obs'" in said and "the same as a page: out/page.html" in said
     page = Path("out/page.html").read_text()
     assert page.startswith("<!doctype html>") and "<td>" in page and "http" not in page.replace("http-equiv", "")
     assert cli.main(["whatif", "run", "--set", "algorithm.gamma=2"]) == 1
@@ -476,7 +476,7 @@ BROKEN = {
     "a part is gone": ({"responses": None}, "responses"),
     "fewer keys": ({"keys": ["u_0_0_0"]}, "must have a row for each of 1 keys"),
     "a key of another form": ({"keys": ["a", "b"]}, "'a' does not read"),
-    "a short column": ({"columns": {"agent_id": ["a"]}}, "a row field has 1 entries for 2 rows"),
+    "a short column": ({"columns": {"agent_id": ["a"]}}, "a turn field has 1 entries for 2 rows"),
 }
 
 

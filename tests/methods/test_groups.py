@@ -171,7 +171,7 @@ def test_rows_read_columns_of_every_kind():
     assert Rows(2, flag=[True, False]).bools("flag").tolist() == [True, False]
     with pytest.raises(ValueError, match="'flag' must be True or False"):
         Rows(2, flag=[0.5, 1.0]).bools("flag")
-    with pytest.raises(ValueError, match="'turn_reward' must be a number a row, got None in row 1"):
+    with pytest.raises(ValueError, match="'turn_reward' must be a number a turn, got None in row 1"):
         Rows(2, turn_reward=objects(1.0, None)).floats("turn_reward")
     with pytest.raises(ValueError, match="'turn_index' must be a whole number, got 0.5"):
         Rows(2, turn_index=[0, 0.5]).ints("turn_index")
@@ -182,10 +182,10 @@ def test_rows_read_columns_of_every_kind():
 def test_a_flag_that_is_neither_true_nor_false_is_refused_by_name(name, flag):
     """bool("False") and bool(nan) are True: such a row would count as a sample."""
     for column in ([True, flag], objects(True, flag)):
-        with pytest.raises(RowFieldError, match=rf"row field '{name}' must be True or False.* in row 1"):
+        with pytest.raises(RowFieldError, match=rf"turn field '{name}' must be True or False.* in row 1"):
             Rows(2, **{name: column}).bools(name)
     if isinstance(flag, float):
-        with pytest.raises(RowFieldError, match=rf"row field '{name}' must be True or False, got nan in row 1"):
+        with pytest.raises(RowFieldError, match=rf"turn field '{name}' must be True or False, got nan in row 1"):
             Rows(2, **{name: np.array([1.0, flag])}).bools(name)
     for good in ([1, 0], np.array([1.0, 0.0]), objects(np.bool_(True), False), torch.tensor([True, False])):
         assert Rows(2, **{name: good}).column(name).tolist() in ([1, 0], [1])

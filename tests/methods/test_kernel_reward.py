@@ -153,11 +153,11 @@ def test_columns_may_be_arrays_tensors_or_empty() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"correct": [None, True]}, "'correct' must be True or False a row, got None in row 0"),
+        ({"correct": [None, True]}, "'correct' must be True or False a turn, got None in row 0"),
         ({"correct": [True, 2]}, "'correct' must be True or False, got 2 in row 1"),
         ({"coverage": [0.5, 1.5]}, r"'coverage' must be a share of the time, in \[0, 1\], got 1.5 in row 1"),
         ({"coverage": [-0.1, 0.5]}, "got -0.1 in row 0"),
-        ({"speedup": ["fast", 1.0]}, "'speedup' must be a number a row, or None, got 'fast' in row 0"),
+        ({"speedup": ["fast", 1.0]}, "'speedup' must be a number a turn, or None, got 'fast' in row 0"),
         ({"speedup": [1.0]}, "'speedup' has 1 entries for a batch of 2 rows"),
         ({"penalised": [False, None]}, "'penalised'"),
         ({"variant": "published"}, "variant='published': choose one of 'released', 'paper'"),

@@ -124,7 +124,7 @@ def test_errors_name_the_field_and_the_remedy():
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "u"])
     with pytest.raises(RowFieldError, match="'traj_uid' has 3 entries for a batch of 2"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "u", "v"], turn_index=[0, 0])
-    with pytest.raises(RowFieldError, match="turn_index.*in each row of a trajectory.*trajectory t"):
+    with pytest.raises(RowFieldError, match="turn_index.*in each turn of a trajectory.*trajectory t"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", "t"], turn_index=[0, 0])
     with pytest.raises(RowFieldError, match="traj_uid.*entry 1 is None"):
         trloo_advantage(rewards, mask, ["a", "a"], traj_uid=["t", None], turn_index=[0, 0])

@@ -15,7 +15,7 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-#: What an agent loop says of a row that stands elsewhere in the record, or is the engine's own.
+#: What an agent loop says of a turn that stands elsewhere in the record, or is the engine's own.
 _NOT_SHOWN = frozenset(
     ("turn_reward", "agent_id", "anchor_obs", "is_action_valid", "valid_row", "action", "failure", "stop_reason")
     + ("global_steps", "min_global_steps", "max_global_steps", "reward_extra_info")
@@ -47,12 +47,12 @@ def trajectories(
     Args:
         step: training step.
         keys: [B] storage keys, ``{uid}_{session}_{index}``.
-        columns: row fields by name, each of length B; ``traj_uid``, ``turn_index``, ``valid_row``, ``is_action_valid``
+        columns: turn fields by name, each of length B; ``traj_uid``, ``turn_index``, ``valid_row``, ``is_action_valid``
             and, if known, ``turn_reward`` and ``agent_id``.
-        extra_fields: [B] what the agent loop says of each row.
-        score: [B] float, sum of the row's token-level rewards.
-        advantage: [B] float, mean over the row's model tokens.
-        padding: [B] bool; these rows are left out.
+        extra_fields: [B] what the agent loop says of each turn.
+        score: [B] float, sum of the turn's token-level rewards.
+        advantage: [B] float, mean over the turn's model tokens.
+        padding: [B] bool; these turns are left out.
 
     Returns:
         One record a trajectory, in order of prompt and trajectory. A turn holds, under ``row``, its position in the
@@ -150,7 +150,7 @@ class TranscriptWriter:
         """Have the records of one batch, of `trajectories`, written soon.
 
         Args:
-            prompts, responses: [B] token ids of each row: one-dimensional tensors or lists.
+            prompts, responses: [B] token ids of each turn: one-dimensional tensors or lists.
             start: True for the first batch of its step, which replaces a file left by a run that was killed.
             models: [B] whose tokens they are; None: all of the model that `decode` is of.
         """

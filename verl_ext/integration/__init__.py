@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that knows verl: adapters from registered names to `verl_ext.methods`, row fields, the trainer mixin."""
+"""Everything that knows verl: adapters from registered names to `verl_ext.methods`, turn fields, the trainer mixin."""

@@ -31,7 +31,7 @@ def check(config: Any) -> list[str]:
     """
     if not config.trainer.get("use_v1", True):
         raise OptionError(
-            "trainer.use_v1=false, but every recipe of verl_ext needs verl's V1 trainer, which carries the rows; on "
+            "trainer.use_v1=false, but every recipe of verl_ext needs verl's V1 trainer, which carries the turns; on "
             "the legacy one their estimators, losses and settings would be left out or computed otherwise. Set "
             "trainer.use_v1=true (verl's default), or leave out the recipes."
         )

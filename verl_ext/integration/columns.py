@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row fields on verl's V1 trainer: where each column comes from, and how it reaches an estimator.
+"""Turn fields on verl's V1 trainer: where each column comes from, and how it reaches an estimator.
 
 A row is a turn, one model call. verl stores sequences of one or several (`verl_ext.integration.turns`) under the key
 ``{uid}_{session}_{index}`` and hands a registered estimator four arguments. `row_fields` reads the rest: ``traj_uid``
@@ -30,9 +30,9 @@ NAMES = FROM_KEY + FROM_EXTRA_FIELDS + TOKEN_COLUMNS
 
 
 VALID = "verl_ext_valid"
-"""Tag of a row, False where the agent loop says ``valid_row: false``; rows of padding carry verl's ``is_padding``."""
+"""Tag of a sequence, False where the agent loop says ``valid_row: false``; padding carries verl's ``is_padding``."""
 EMPTY = "verl_ext_empty"
-"""Tag of a row, True where it has no token of a model, as of a call to which the engine gave none."""
+"""Tag of a sequence, True where it has no token of a model, as of a call to which the engine gave none."""
 
 
 class RowFieldMissing(ValueError):
@@ -44,17 +44,17 @@ class BatchError(ValueError):
 
 
 def is_real(tag: Mapping[str, Any]) -> bool:
-    """Whether a row is a model's and not one that verl made to fill a mini-batch."""
+    """Whether a sequence is a model's and not one that verl made to fill a mini-batch."""
     return not tag.get("is_padding", False)
 
 
 def is_trained(tag: Mapping[str, Any]) -> bool:
-    """Whether a row is trained on: neither padding nor taken out by its agent loop."""
+    """Whether a sequence is trained on: neither padding nor taken out by its agent loop."""
     return is_real(tag) and bool(tag.get(VALID, True))
 
 
 def has_token(tag: Mapping[str, Any]) -> bool:
-    """Whether a row is trained on and has a token for it."""
+    """Whether a sequence is trained on and has a token for it."""
     return is_trained(tag) and not tag.get(EMPTY, False)
 
 
@@ -82,17 +82,17 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 def row_fields(
     keys: Sequence[str], tags: Sequence[Mapping[str, Any]], extra_fields: Sequence[Any] | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Row fields of a batch, in the order of `keys`.
+    """Turn fields of a batch, in the order of `keys`.
 
     Args:
-        keys: storage keys, one a row.
-        tags: verl's tags of the rows; ``is_padding`` marks rows that verl made to fill a mini-batch.
-        extra_fields: the agent loop's dict of every row, or None when no row carries any.
+        keys: storage keys, one a turn.
+        tags: verl's tags of their sequences; ``is_padding`` marks those that verl made to fill a mini-batch.
+        extra_fields: the agent loop's dict of every turn, or None when no turn carries any.
 
     Returns:
         ``(columns, missing)``: arrays of length B (object, int64, float64 or bool) by field name, and for every
-        field that is not there for all real rows the reason, naming a row that lacks it. ``valid_row`` is always
-        there: False for padding rows and where the agent loop says so. ``is_action_valid`` defaults to True.
+        field that is not there for all real turns the reason, naming a turn that lacks it. ``valid_row`` is always
+        there: False for padding and where the agent loop says so. ``is_action_valid`` defaults to True.
     """
     size = len(keys)
     split = [split_key(key) for key in keys]
@@ -107,7 +107,7 @@ def row_fields(
             if name in ("is_action_valid", "valid_row"):
                 continue
             missing[name] = (
-                f"{len(lacking)} of {size - int(padding.sum())} rows lack it, the first is {keys[lacking[0]]}"
+                f"{len(lacking)} of {size - int(padding.sum())} turns lack it, the first is {keys[lacking[0]]}"
             )
         else:
             columns[name] = _objects([rows[i].get(name) for i in range(size)])
@@ -127,30 +127,30 @@ def row_fields(
 
 def _same_for_a_prompt(rewards: np.ndarray, valid_row: np.ndarray, keys: Sequence[str]) -> None:
     """Raises BatchError: of the samples of one prompt some have an ``agent_reward``, and others none."""
-    prompts: dict[str, str] = {}  # with such rewards, and a row
+    prompts: dict[str, str] = {}  # with such rewards, and a turn
     lacking: dict[str, str] = {}
     for key, reward, valid in zip(keys, rewards, valid_row, strict=True):
         if valid:
             (lacking if reward is None else prompts).setdefault(split_key(key)[0], key)
     for prompt in prompts.keys() & lacking.keys():
         raise BatchError(
-            f"row {lacking[prompt]} has no agent_reward, but row {prompts[prompt]} of the same prompt has one. Where "
-            "agents have a reward each, every row needs its agent's, also those of a trajectory that failed."
+            f"turn {lacking[prompt]} has no agent_reward, but turn {prompts[prompt]} of the same prompt has one. Where "
+            "agents have a reward each, every turn needs its agent's, also those of a trajectory that failed."
         )
 
 
 def row_lacks(row: Mapping[str, Any], name: str) -> bool:
-    """Whether the agent loop left the field out (or None) for this row."""
+    """Whether the agent loop left the field out (or None) for this turn."""
     return row.get(name) is None
 
 
 def turn(key: str, row: Mapping[str, Any]) -> int:
-    """The row's turn: ``turn_index`` of the agent loop, as for calls made side by side, or its place in the key. Raises
-    BatchError: what the agent loop gave is no whole number."""
+    """The turn's index: ``turn_index`` of the agent loop, as for calls made side by side, or its place in the key.
+    Raises BatchError: what the agent loop gave is no whole number."""
     value = split_key(key)[2] if row_lacks(row, "turn_index") else row["turn_index"]
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
-    raise BatchError(f"turn_index of row {key} is {value!r}; an agent loop gives a whole number, or none at all.")
+    raise BatchError(f"turn_index of turn {key} is {value!r}; an agent loop gives a whole number, or none at all.")
 
 
 def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
@@ -159,34 +159,34 @@ def truth(row: Mapping[str, Any], name: str, key: str) -> bool:
     value = True if row_lacks(row, name) else row[name]
     if isinstance(value, bool | int | float | np.bool_ | np.number) and value in (0, 1):
         return bool(value)
-    raise BatchError(f"{name} of row {key} is {value!r}; an agent loop gives true or false.")
+    raise BatchError(f"{name} of turn {key} is {value!r}; an agent loop gives true or false.")
 
 
 def own_trajectories(columns: Mapping[str, Any]) -> np.ndarray:
-    """[B] object, the trajectory along which a row's return runs: ``traj_uid``, `of_agents`."""
+    """[B] object, the trajectory along which a turn's return runs: ``traj_uid``, `of_agents`."""
     return of_agents(columns["traj_uid"], columns)
 
 
 def of_agents(uids: np.ndarray, columns: Mapping[str, Any]) -> np.ndarray:
-    """`uids` [B] of trajectories or prompts, or where agents have rewards each (``agent_reward``), of the rows of its
-    agent in it. Raises BatchError: rows have such a reward and no ``agent_id``."""
+    """`uids` [B] of trajectories or prompts, or where agents have rewards each (``agent_reward``), of the turns of its
+    agent in it. Raises BatchError: turns have such a reward and no ``agent_id``."""
     if "agent_reward" not in columns:
         return uids
     if "agent_id" not in columns:
-        raise BatchError("rows have an agent_reward, but not all have an agent_id; an agent loop gives both.")
+        raise BatchError("turns have an agent_reward, but not all have an agent_id; an agent loop gives both.")
     rows = zip(uids, columns["agent_id"], columns["agent_reward"], strict=True)
     return _objects([uid if reward is None else f"{uid}.{agent}" for uid, agent, reward in rows])
 
 
 def own_rewards(scores: np.ndarray, columns: Mapping[str, Any]) -> np.ndarray:
-    """[B] float64, `scores` [B] of the rows' trajectories, or where agents have rewards each (``agent_reward``), those
+    """[B] float64, `scores` [B] of the turns' trajectories, or where agents have rewards each (``agent_reward``), those
     of their agents."""
     own = columns.get("agent_reward", [None] * len(scores))
     return np.array([score if one is None else one for score, one in zip(scores, own, strict=True)], dtype=np.float64)
 
 
 def one_row_each(traj_uid: np.ndarray, valid_row: np.ndarray, of: np.ndarray) -> bool:
-    """Whether the rows `of` [B] bool are the only ones of their trajectories, as in single-turn data."""
+    """Whether the turns `of` [B] bool are the only ones of their trajectories, as in single-turn data."""
     rows = Counter(traj_uid[valid_row].tolist())
     return all(rows[one] == 1 for one in traj_uid[of].tolist())
 
@@ -196,16 +196,16 @@ class ActiveBatch:
     """What a registered estimator may ask for while verl computes the advantages of a batch; a row is a turn.
 
     Attributes:
-        columns: row fields and token columns by name.
+        columns: turn fields and token columns by name.
         missing: for a field that is not there, why.
-        extra_fields: [B] what the agent loop said of each row, {} for padding.
+        extra_fields: [B] what the agent loop said of each turn, {} for padding.
         component: computes another registered estimator on this batch exactly as verl would; set by the trainer.
         metrics: an estimator's own metrics go here, under verl's ``name/part`` scheme.
         earned: ``valid_row``, ``score`` and, where it is known, ``turn_reward`` without KL in the reward, and before
-            `train_agents` takes rows out.
-        turns: where the rows lie in the sequences that verl has stored.
-        keys: [B] storage keys of the rows, as if verl had stored each; its last number is the output of the loop.
-        tags: [B] verl's tags of the rows' sequences.
+            `train_agents` takes turns out.
+        turns: where they lie in the sequences that verl has stored.
+        keys: [B] storage keys of the turns, as if verl had stored each; its last number is the output of the loop.
+        tags: [B] verl's tags of their sequences.
         stored, said: storage keys and ``extra_fields`` of the sequences.
         along: whether gae runs along the trajectory, over the turns.
     """
@@ -224,16 +224,16 @@ class ActiveBatch:
     along: bool = False
 
     def column(self, name: str) -> Any:
-        """A column by name, or None. One that is not in `NAMES` is what the agent loops said of each row.
+        """A column by name, or None. One that is not in `NAMES` is what the agent loops said of each turn.
 
-        A row that is no sample may lack it; where another does, `missing` says so.
+        A turn that is no sample may lack it; where another does, `missing` says so.
         """
         if name not in self.columns and name not in NAMES and self.extra_fields:
             sample = self.columns["valid_row"]
             lacking = [row for row, said in enumerate(self.extra_fields) if row_lacks(said, name) and sample[row]]
             if lacking:
                 others = sorted({key for said in self.extra_fields for key in said})
-                self.missing[name] = f"{len(lacking)} of {int(sum(sample))} rows lack it; they have {', '.join(others)}"
+                self.missing[name] = f"{len(lacking)} of {sum(sample)} turns lack it; they have {', '.join(others)}"
             else:
                 self.columns[name] = _objects([said.get(name) for said in self.extra_fields])
         return self.columns.get(name)
@@ -271,13 +271,13 @@ def batch_of(estimator: str) -> ActiveBatch | None:
     """The batch that `estimator` is called for: `current`, or None when it is called by hand.
 
     Raises:
-        RowFieldMissing: it is called in a training process, but not by our trainer, so that it has no row fields and
-            would have to guess: TRLOO, for one, would take every row for a trajectory of one turn.
+        RowFieldMissing: it is called in a training process, but not by our trainer, so that it has no turn fields and
+            would have to guess: TRLOO, for one, would take every turn for a trajectory of one turn.
     """
     batch = current()
     if os.environ.get("VERL_EXT_STRICT") == "1" and (batch is None or (batch.component is None and estimator == "mix")):
         raise RowFieldMissing(
-            f"the estimator {estimator!r} was called in a training process without the row fields of the batch. They "
+            f"the estimator {estimator!r} was called in a training process without the turn fields of the batch. They "
             "come from verl_ext's part of verl's V1 trainer: set trainer.use_v1=true, and have a trainer class of "
             "your own registered (verl's @register_trainer) before the run starts."
         )
@@ -301,4 +301,4 @@ def demand(name: str, method: str) -> RowFieldMissing:
     batch = current()
     why = f" ({batch.missing[name]})" if batch is not None and name in batch.missing else ""
     how = HOW_TO_PROVIDE.get(name, f"pass {name}=... or put it in AgentLoopOutput.extra_fields[{name!r}]")
-    return RowFieldMissing(f"{method} needs the row field {name!r}, which this batch does not carry{why}: {how}.")
+    return RowFieldMissing(f"{method} needs the turn field {name!r}, which this batch does not carry{why}: {how}.")

@@ -323,7 +323,7 @@ def set_metrics(
     in_set: torch.Tensor, kept_mass: torch.Tensor, set_size: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
     """How much the trainer's safe set keeps, and how many sampled tokens it leaves out, in all and in each quarter of
-    the rows' model tokens. All [B, T]: at each response token, `mask` 0/1 as the rollout wrote it."""
+    the turns' model tokens. All [B, T]: at each response token, `mask` 0/1 as the rollout wrote it."""
     chosen = mask.bool()
     total = int(chosen.sum())
     if not total:

@@ -76,7 +76,7 @@ class Estimator:
 
     @functools.cached_property
     def parameters(self) -> Parameters:
-        """Row fields, token fields and options in the method's signature."""
+        """Turn fields, token fields and options in the method's signature."""
         return parameters(self.method)
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class Estimator:
         return dataclasses.asdict(read(algorithm, self.name, self.options, defaults=given))
 
     def group_by(self, algorithm: Any) -> tuple[str, ...]:
-        """The row fields that the options group by."""
+        """The turn fields that the options group by."""
         return self.settings(algorithm).get("group_by") or ()
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Estimator:
     ) -> Result:
         options = self.settings(config)
         fields = {**self.parameters.row_fields, **self.parameters.token_fields}
-        further = (*(options.get("group_by") or ()), *LABELS)  # to group by, and to say in an error where a row is
+        further = (*(options.get("group_by") or ()), *LABELS)  # to group by, and to say in an error where a turn is
         known = dict(given)
         if batch is not None:
             known |= {name: batch.column(name) for name in (*fields, *further) if known.get(name) is None}
@@ -178,7 +178,7 @@ ESTIMATORS: dict[str, Estimator] = {one.name: one for one in OURS}
 
 
 def of_loops(name: str, algorithm: Any) -> list[str]:
-    """The row fields, of those that only an agent loop can say, that an estimator cannot do without."""
+    """The turn fields, of those that only an agent loop can say, that an estimator cannot do without."""
     estimator = ESTIMATORS[name]
     fields = set(estimator.group_by(algorithm))
     if name in ("hgpo", "gigpo"):
@@ -191,7 +191,7 @@ def of_loops(name: str, algorithm: Any) -> list[str]:
 def check(algorithm: Any, names: Collection[str]) -> None:
     """Check the options of the named estimators, and of every other one that ``algorithm`` has a node for.
 
-    A ``group_by`` is refused where it names no row field: a column of tokens, or a known field misspelled. Any other
+    A ``group_by`` is refused where it names no turn field: a column of tokens, or a known field misspelled. Any other
     name is taken for a field that the agent loop returns; the first batch says so if it does not.
 
     Args:
@@ -208,10 +208,10 @@ def check(algorithm: Any, names: Collection[str]) -> None:
         for field in estimator.group_by(algorithm):
             near = difflib.get_close_matches(field, fields, n=1, cutoff=0.8)
             if field in TOKEN_COLUMNS:
-                raise OptionError(f"algorithm.{name}.group_by names {field!r}, which has an entry a token, not a row.")
+                raise OptionError(f"algorithm.{name}.group_by names {field!r}, which has an entry a token, not a turn.")
             if field not in fields and near:
                 raise OptionError(
-                    f"algorithm.{name}.group_by names {field!r}, which is no row field; did you mean {near[0]!r}? "
+                    f"algorithm.{name}.group_by names {field!r}, which is no turn field; did you mean {near[0]!r}? "
                     "A field of your own agent loop needs a name that is not so close to it."
                 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a batch of rows, in verl's naming (``group/part/statistic``). Cheap: [B]-sized numpy on the driver."""
+"""Metrics of a batch of turns, in verl's naming (``group/part/statistic``). Cheap: [B]-sized numpy on the driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from verl_ext.methods.rows import Advantage
 
 SHOWN_TURNS = 10
-"""Per-turn metrics are given for this many turns; later turns are in the means over all rows."""
+"""Per-turn metrics are given for this many turns; later turns are in the means over all turns."""
 
 
 def of_groups(name: str, result: Advantage, inputs: Mapping[str, Any]) -> dict[str, float]:
@@ -50,8 +50,8 @@ def trajectory_metrics(columns: Mapping[str, Any], earned: Mapping[str, Any] | N
     """Reward and length of whole trajectories: each counts once, with the undiscounted sum of its turns' rewards.
 
     Args:
-        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the row's score, the same on
-            all rows of a trajectory), ``turn_reward`` [B] float64 if known.
+        columns: ``traj_uid`` [B] object, ``valid_row`` [B] bool, ``score`` [B] float64 (the turn's score, the same on
+            all turns of a trajectory), ``turn_reward`` [B] float64 if known.
         earned: ``valid_row``, ``score`` and ``turn_reward`` of the rewards, if they are not those of `columns`.
 
     Returns:
@@ -79,9 +79,9 @@ def trajectory_metrics(columns: Mapping[str, Any], earned: Mapping[str, Any] | N
 
 
 def at_limit(columns: Mapping[str, Any], response_mask: torch.Tensor, limit: int) -> dict[str, float]:
-    """``rollout/responses_at_limit``: the share of rows [B] with a token of the model in the last place there is.
+    """``rollout/responses_at_limit``: the share of turns [B] with a token of the model in the last place there is.
 
-    verl's ``response_length/clip_ratio`` is the share of rows that are as long as the longest of the batch.
+    verl's ``response_length/clip_ratio`` is the share of sequences that are as long as the longest of the batch.
     """
     valid = torch.as_tensor(np.asarray(columns["valid_row"], dtype=bool))
     if not valid.any():
@@ -91,15 +91,15 @@ def at_limit(columns: Mapping[str, Any], response_mask: torch.Tensor, limit: int
 
 
 def row_advantages(advantages: torch.Tensor, response_mask: torch.Tensor) -> np.ndarray:
-    """Mean advantage over the model tokens of each row, [B] float64; 0 for a row without tokens."""
+    """Mean advantage over the model tokens of each turn, [B] float64; 0 for a turn without tokens."""
     mask = response_mask.bool()
     total = torch.where(mask, advantages, 0.0).sum(-1, dtype=torch.float64)
     return (total / mask.sum(-1).clamp(min=1)).numpy()
 
 
 def group_metrics(prefix: str, group: np.ndarray) -> dict[str, float]:
-    """Sizes of the groups that rows are compared in, of the valid rows' group ids [V] int64:
-    ``<prefix>/group_size/{mean,min,max}`` (over groups) and ``<prefix>/singleton_share`` (of rows)."""
+    """Sizes of the groups that turns are compared in, of the valid turns' group ids [V] int64:
+    ``<prefix>/group_size/{mean,min,max}`` (over groups) and ``<prefix>/singleton_share`` (of turns)."""
     if not group.size:
         return {}
     _, member = np.unique(group, return_inverse=True)
@@ -114,7 +114,7 @@ def group_metrics(prefix: str, group: np.ndarray) -> dict[str, float]:
 
 def turn_metrics(prefix: str, turn: np.ndarray, returns: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
     """``<prefix>/turn_<k>/{return,advantage}/mean`` and ``<prefix>/turn_<k>/count`` for the first `SHOWN_TURNS` turns;
-    of the valid rows' turns [V] int64 and their returns and advantages [V] float64."""
+    of the valid turns' numbers [V] int64 and their returns and advantages [V] float64."""
     out = {}
     for k in np.unique(turn[turn < SHOWN_TURNS]):
         chosen = turn == k
@@ -125,14 +125,14 @@ def turn_metrics(prefix: str, turn: np.ndarray, returns: np.ndarray, advantages:
 
 
 def level_metrics(prefix: str, levels: list[np.ndarray], rows: int) -> dict[str, float]:
-    """How far a hierarchy of groups can be used: share of rows with company, and a histogram of group sizes.
+    """How far a hierarchy of groups can be used: share of turns with company, and a histogram of group sizes.
 
     Args:
-        levels: group ids of the rows that have a group at level 1, 2, ...
-        rows: number of valid rows of the batch.
+        levels: group ids of the turns that have a group at level 1, 2, ...
+        rows: number of valid turns of the batch.
 
     Returns:
-        ``<prefix>/level_<k>/usable_share`` (rows in a group of at least two, of all valid rows), its
+        ``<prefix>/level_<k>/usable_share`` (turns in a group of at least two, of all valid turns), its
         ``group_size/mean``, and ``<prefix>/level_<k>/groups/{1,2_3,4_7,8_15,16_up}``, counts of groups by size.
     """
     out = {}
@@ -156,20 +156,20 @@ def effective_sample_size(weights: np.ndarray) -> float:
 
 
 def zero_share(largest: np.ndarray) -> float:
-    """Share of rows that nothing is learned from, by their largest |A| [B]: a millionth of the batch's is rounding."""
+    """Share of turns that nothing is learned from, by their largest |A| [B]: a millionth of the batch's is rounding."""
     return float((largest <= 1e-6 * largest.max(initial=0.0)).mean()) if largest.size else 0.0
 
 
 def learning_signal(
     columns: Mapping[str, Any], advantages: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How many rows carry the update, and which agent owns how much of it.
+    """How many turns carry the update, and which agent owns how much of it.
 
-    The gradient energy of a row is taken as the sum over its model tokens of the squared advantage: the squared norm
+    The gradient energy of a turn is taken as the sum over its model tokens of the squared advantage: the squared norm
     of its gradient up to the (unknown) squared norm of each token's score function. It needs no backward pass.
 
     Args:
-        columns: row fields; ``score`` [B] float64; ``agent_id`` [B] object if there are agents.
+        columns: turn fields; ``score`` [B] float64; ``agent_id`` [B] object if there are agents.
         advantages: [B, T] float.
         response_mask: [B, T] 0/1.
 
@@ -204,7 +204,7 @@ def learning_signal(
 def path_energy(
     old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, response_mask: torch.Tensor, weights: Any = None
 ) -> np.ndarray:
-    """Gradient energy of each row's whole path, sum over its tokens of (1 - 2 pi + sum pi^2) w^2, [B] float64; of
+    """Gradient energy of each turn's whole path, sum over its tokens of (1 - 2 pi + sum pi^2) w^2, [B] float64; of
     columns [B, T], `weights` w those of importance, or None."""
     energy = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
     if weights is not None:
@@ -241,8 +241,8 @@ def baseline_metrics(
         prefix: name of the estimator.
         advantages, returns: [B, T] float; the baseline is their difference.
         response_mask: [B, T] 0/1.
-        energy: [V] float64, gradient energy of each valid row's whole path.
-        group: [V] int64 group of each valid row.
+        energy: [V] float64, gradient energy of each valid turn's whole path.
+        group: [V] int64 group of each valid turn.
 
     Returns:
         ``<prefix>/baseline/{mean,std}`` over model tokens, ``<prefix>/advantage_over_return_energy`` (sum of squares

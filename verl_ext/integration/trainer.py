@@ -91,7 +91,7 @@ class VerlExtTrainer:
         return batch
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        for part in self.parts:  # after sampling and the reward, before padding rows
+        for part in self.parts:  # after sampling and the reward, before padding
             batch = part.on_sample(batch)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
         self._rows = columns.ActiveBatch(columns={})
@@ -129,7 +129,7 @@ class VerlExtTrainer:
         def compute(data: Any, batch_keys: list[str], adv_estimator: Any, **kwargs: Any) -> Any:
             active = self._rows
             if active.stored and list(batch_keys) != active.stored:
-                raise RuntimeError("the sequences were put in another order after their row fields were read")
+                raise RuntimeError("the sequences were put in another order after their turn fields were read")
             rows, keys = turns.unpacked(data, active.turns), list(active.keys or batch_keys)
             for part in self.parts:
                 part.before_advantage(rows, keys, active)

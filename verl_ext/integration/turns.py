@@ -2,7 +2,7 @@
 """Sequences and turns.
 
 A **sequence** is what verl stores and trains: a prompt, a response, a mask that is 1 on tokens of the model. A **turn**
-is one model call, and what estimators, modifiers, rejection rules, metrics, records and transcripts see: their row. A
+is one model call, and what estimators, modifiers, rejection rules, metrics, records and transcripts see. A
 sequence holds one turn, or several: of a loop whose outputs were merged (`verl_ext.rollout.shared.merge`), or of one
 like verl's ``tool_agent`` that returns a single output with the answers of tools in it, whose turns are the runs of 1
 in the mask. `lay_out` says where they lie, `Turns` takes columns from sequences to turns and back.
@@ -66,7 +66,7 @@ class Turns:
 
     def rewards(self, scores: torch.Tensor) -> torch.Tensor:
         """The outcome of each sequence, the sum of its `scores` [B, T], on the last token of each of its turns [V, W],
-        as in a row a call. A sequence of one turn keeps its own."""
+        as with a sequence a call. A sequence of one turn keeps its own."""
         if self.sequence is None:
             return scores
         own = self.unpack(scores)
@@ -91,7 +91,7 @@ class Turns:
 
     @classmethod
     def of_numbers(cls, numbers: torch.Tensor) -> Turns:
-        """The turns that have a token, from `numbers` [B, T]; some rows of them too."""
+        """The turns that have a token, from `numbers` [B, T]; of some rows of them too."""
         flat = torch.nn.functional.pad(numbers, (1, 1)).flatten()
         edge = flat[1:] != flat[:-1]
         begins = (edge & (flat[1:] > 0)).nonzero()[:, 0]

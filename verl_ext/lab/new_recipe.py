@@ -17,8 +17,8 @@ from verl_ext.recipes import METHODS_GROUP, compose, documented_keys, recipes
 
 METHOD = '''"""NAME: what it is for, and where it is published.
 
-r = outcome of the row's trajectory
-A = scale * (r - mean)          mean over the rows of the prompt
+r = outcome of the turn's trajectory
+A = scale * (r - mean)          mean over the turns of the prompt
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def NAME_advantage(
     response_mask: torch.Tensor,
     index: Column,
     *,
-    valid_row: Column | None = None,  # row fields that the method reads: traj_uid, agent_id, or any of your agent loop
+    valid_row: Column | None = None,  # turn fields that the method reads: traj_uid, agent_id, or any of your agent loop
     row_fields: Mapping[str, Column] | None = None,
     scale: Positive = 1.0,  # options, which are keys of algorithm.NAME with these types and defaults
     group_by: GroupBy = ("index",),
@@ -44,13 +44,13 @@ def NAME_advantage(
     """Rewards against the mean of the prompt.
 
     Args:
-        token_level_rewards: [B, T] float; its row sum is the outcome of the row's trajectory.
+        token_level_rewards: [B, T] float; its row sum is the outcome of the turn's trajectory.
         response_mask: [B, T] of 0 and 1.
         index: [B] prompt uid.
-        valid_row: [B] bool; None means all True. Rows with False are no samples and get 0.
+        valid_row: [B] bool; None means all True. Turns with False are no samples and get 0.
         row_fields: further columns for group_by.
         scale: factor of the advantages, above 0.
-        group_by: row fields that make a group.
+        group_by: turn fields that make a group.
 
     Returns:
         the same [B, T] float32 tensor as advantages and returns.
@@ -101,7 +101,7 @@ algorithm:
   NAME:
     # Factor of the advantages.
     scale: 1.0
-    # Rows that share these fields are compared.
+    # Turns that share these fields are compared.
     group_by: [index]
 """
 
@@ -137,7 +137,7 @@ verl-ext show NAME
 python -m verl.trainer.main_ppo +recipe=NAME data.train_files=... actor_rollout_ref.model.path=...
 ```
 
-- `NAME/method.py`: the formula. Row fields and options are the parameters of its function.
+- `NAME/method.py`: the formula. Turn fields and options are the parameters of its function.
 - `NAME/recipe/NAME.yaml`: what `+recipe=NAME` sets; its defaults are those of the function.
 - `pyproject.toml`: the entry point that registers the method.
 """

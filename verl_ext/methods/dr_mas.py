@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dr. MAS: agent-wise advantage normalisation (arXiv 2602.08847).
 
-r_i = S_i - c * [action of row i invalid]                    the penalty stays on the offending row
-level "agent":        samples = rows of the same prompt and agent
-level "global_rows":  samples = rows of the same prompt
-level "global":       samples = trajectories of the prompt (mean of their rows); each row takes its trajectory's
+r_i = S_i - c * [action of turn i invalid]                    the penalty stays on the offending turn
+level "agent":        samples = turns of the same prompt and agent
+level "global_rows":  samples = turns of the same prompt
+level "global":       samples = trajectories of the prompt (mean of their turns); each turn takes its trajectory's
 A = (r - mean) / (std + epsilon)   or   r - mean             one sample: r / (1 + epsilon) or r
 statistics "mean", "std": only that one is of level "agent", the other of level "global"
 """
@@ -44,17 +44,17 @@ def dr_mas_advantage(
 ) -> Advantage:
     """Advantages normalised with the reward statistics of each agent, or of the prompt as a baseline.
 
-    Rows, not trajectories, are the samples of "agent" and "global_rows", so an agent that speaks often in a trajectory
+    Turns, not trajectories, are the samples of "agent" and "global_rows", so an agent that speaks often in a trajectory
     weighs that trajectory more.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
-        token_level_rewards: the score is the outcome of the trajectory, the same on all of its rows.
+        token_level_rewards: the score is the outcome of the trajectory, the same on all of its turns.
         traj_uid: required by level "global", and by `statistics` other than "both".
         turn_index: used in error messages only.
         agent_id: required by level "agent".
         level: "agent" (the method), "global" (the released baseline, equal to GRPO over trajectories) or "global_rows".
         statistics: which of an agent's statistics level "agent" takes: "both", its "mean" or its "std". The other one
-            is that of the prompt's trajectories; a row gets 0 where the deviation is 0.
+            is that of the prompt's trajectories; a turn gets 0 where the deviation is 0.
         norm_by_std: divide by the standard deviation + epsilon.
         std: "released" is the unbiased one (ddof 1), "paper" that of the population (ddof 0).
         invalid_action_penalty_coef: c, at least 0; published 0.1 (math), 0.01 (search).
@@ -62,7 +62,7 @@ def dr_mas_advantage(
         group_by: by default [index, agent_id] at level "agent" and [index] otherwise.
 
     Returns:
-        one value a row.
+        one value a turn.
 
     Source: langfengQ/DrMAS, verl/trainer/ppo/core_algos.py and ray_trainer.py.
     """
@@ -80,7 +80,7 @@ def dr_mas_advantage(
         A = normalised(r, group, **how)
     elif "traj_uid" not in rows:
         asks = "level=global" if level == "global" else f"statistics={statistics}"
-        raise RowFieldError(f"row field 'traj_uid' is required by {asks}; single-turn data: level=global_rows")
+        raise RowFieldError(f"turn field 'traj_uid' is required by {asks}; single-turn data: level=global_rows")
     elif level == "global":
         A = normalised_trajectories(r, group, rows.keys(TRAJECTORY), **how)
     else:
@@ -99,7 +99,7 @@ def _mixed(
     epsilon: float,
     ddof: int,
 ) -> np.ndarray:
-    """One statistic of the row's agent (`agents`: "mean" or "std"), the other of the prompt's trajectories, [V]."""
+    """One statistic of the turn's agent (`agents`: "mean" or "std"), the other of the prompt's trajectories, [V]."""
     sample, outcome, prompt_of_sample = trajectory_means(r, prompt, trajectory)
     own, whole = (_statistics(r, group, ddof), _statistics(outcome, prompt_of_sample, ddof))
     means, deviations = zip(own, (one[sample] for one in whole), strict=True)
@@ -119,14 +119,14 @@ def _statistics(values: np.ndarray, group: np.ndarray, ddof: int) -> tuple[np.nd
 
 
 def normalised(values: np.ndarray, group: np.ndarray, *, by_std: bool, epsilon: float, ddof: int = 1) -> np.ndarray:
-    """(x - mean) / (std + epsilon) or x - mean, every row a sample, [V]; a group of one keeps its raw value."""
+    """(x - mean) / (std + epsilon) or x - mean, every turn a sample, [V]; a group of one keeps its raw value."""
     if by_std:
         return Segments(group).standardise(values, ddof=ddof, epsilon=epsilon)
     return Segments(group).centre(values)
 
 
 def trajectory_means(values: np.ndarray, group: np.ndarray, trajectory: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Trajectories as samples: the number of each row's sample [V], each sample's mean value and its group [S]."""
+    """Trajectories as samples: the number of each turn's sample [V], each sample's mean value and its group [S]."""
     sample = joint_ids(group, trajectory)
     group_of_sample = np.zeros(sample.max(initial=-1) + 1, dtype=np.int64)
     group_of_sample[sample] = group
@@ -136,6 +136,6 @@ def trajectory_means(values: np.ndarray, group: np.ndarray, trajectory: np.ndarr
 def normalised_trajectories(
     values: np.ndarray, group: np.ndarray, trajectory: np.ndarray, *, by_std: bool, epsilon: float, ddof: int = 1
 ) -> np.ndarray:
-    """`normalised` with every trajectory (the mean of its rows) as one sample; its rows take its value, [V]."""
+    """`normalised` with every trajectory (the mean of its turns) as one sample; its turns take its value, [V]."""
     sample, mean, group_of_sample = trajectory_means(values, group, trajectory)
     return normalised(mean, group_of_sample, by_std=by_std, epsilon=epsilon, ddof=ddof)[sample]

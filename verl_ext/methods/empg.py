@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """EMPG: entropy-modulated policy gradient (arXiv 2509.09265), a modifier of any estimator's advantages.
 
-    H_i  = mean over the row's model tokens of the entropy of the old policy
-    h_i  = (H_i - min H) / (max H - min H + 1e-8)                 over all valid rows; equal up to rounding: 0
+    H_i  = mean over the turn's model tokens of the entropy of the old policy
+    h_i  = (H_i - min H) / (max H - min H + 1e-8)                 over all valid turns; equal up to rounding: 0
     g_i  = exp(-k h_i) / (mean exp(-k h) + 1e-8)                  confident steps weigh more
     f_i  = exp(-k_f h_i)
     A'_i = A_i g_i + zeta f_next(i)                               next: same trajectory, turn_index + 1; none: no bonus
-    A_i <- A'_i - mean over valid rows of A'                      no division by a deviation
+    A_i <- A'_i - mean over valid turns of A'                      no division by a deviation
 
 There is no code of the authors; the vectors are from WillDreamer/ARLArena `core_algos.py`, a re-implementation.
 """
@@ -40,12 +40,12 @@ def empg(
     """Scale the advantages of each step by the model's confidence and reward reaching a confident next step.
 
     Args:
-        advantages: [B, T] float, of any estimator. Where they differ within a row, A_i in the mean is the row's mean.
+        advantages: [B, T] float, of any estimator. Where they differ within a turn, A_i in the mean is the turn's mean.
         token_entropy: [B, T] float, entropy of the old policy over the whole vocabulary at each position, in nats.
         response_mask: [B, T] of 0 and 1.
-        traj_uid, turn_index: [B] trajectory and int step in it; without both each row is a trajectory of one step.
+        traj_uid, turn_index: [B] trajectory and int step in it; without both each turn is a trajectory of one step.
         index: [B] prompt uid, where two prompts may have trajectories of one name.
-        valid_row: [B] bool; rows with False, like rows without model tokens, are in no statistic and get 0.
+        valid_row: [B] bool; turns with False, like turns without model tokens, are in no statistic and get 0.
         k: how much confidence scales (0: not at all). Published: 1.
         k_f: how fast the bonus falls with the next step's entropy. Published: 1.
         zeta: size of the bonus. Published listing: 0.1; ARLArena: 0.05.
@@ -88,7 +88,7 @@ def empg(
 
 
 def _next_step(rows: Rows, sample: torch.Tensor) -> torch.Tensor:
-    """For each row in `sample` the position, among them, of the next step of its trajectory; -1: there is none."""
+    """For each turn in `sample` the position, among them, of the next step of its trajectory; -1: there is none."""
     chosen = sample.numpy()[rows.kept]
     trajectory, turn = rows.turns()
     trajectory, turn = trajectory[chosen], turn[chosen]

@@ -2,9 +2,9 @@
 """GiGPO: group-in-group policy optimisation (arXiv 2505.10978).
 
 R_i = sum over later steps j of gamma^(j-i) r_j          Y_i = R_i - c * [action invalid]
-S_i = episode return of the row's trajectory - c * [action invalid]
-A^E = (S - mean) / (std + epsilon)  or  S - mean         rows of the prompt; one row: S / (1 + epsilon) or S
-A^S = (Y - mean) / (std + epsilon)  or  Y - mean         rows of the prompt with the same observation; one: 0
+S_i = episode return of the turn's trajectory - c * [action invalid]
+A^E = (S - mean) / (std + epsilon)  or  S - mean         turns of the prompt; one turn: S / (1 + epsilon) or S
+A^S = (Y - mean) / (std + epsilon)  or  Y - mean         turns of the prompt with the same observation; one: 0
 A   = A^E + w * A^S                                      both std unbiased
 """
 
@@ -46,18 +46,18 @@ def gigpo_advantage(
     epsilon: Positive = 1e-6,
     group_by: GroupBy = ("index",),
 ) -> Advantage:
-    """Episode-level group advantage plus a step-level advantage among rows with the same observation.
+    """Episode-level group advantage plus a step-level advantage among turns with the same observation.
 
-    Rows with valid_row False are removed; their reward counts 0 in the returns of earlier steps.
+    Turns with valid_row False are removed; their reward counts 0 in the returns of earlier steps.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
-        token_level_rewards: the score is the episode return, the same on all rows of a trajectory.
+        token_level_rewards: the score is the episode return, the same on all turns of a trajectory.
         turn_reward: reward of the step from the environment; single-turn data may leave it out.
         gamma: discount a step, in [0, 1]; 0.95 published.
         mode: "mean_std_norm" (ALFWorld) or "mean_norm" (WebShop, released default).
         step_advantage_w: w; 1.0 published.
         episode_stats: samples of the episode part. "rows" (released): long trajectories weigh more. "trajectories"
-            (paper): the mean of a trajectory's S_i is one sample, and every row takes the value of its trajectory.
+            (paper): the mean of a trajectory's S_i is one sample, and every turn takes the value of its trajectory.
         enable_similarity: group observations by text similarity instead of equality; order dependent, quadratic.
         similarity_thresh: ratio in (0, 1] from which two texts are similar; 0.9 in the search setting.
         invalid_action_penalty_coef: c, at least 0; 0.1 published (search 0.01).
@@ -65,7 +65,7 @@ def gigpo_advantage(
         group_by: columns of an episode group; step groups split it by observation.
 
     Returns:
-        one value a row; groups are the step groups.
+        one value a turn; groups are the step groups.
 
     Source: langfengQ/verl-agent, gigpo/core_gigpo.py.
     """
@@ -90,5 +90,5 @@ def gigpo_advantage(
 
 
 def step_advantage(target: np.ndarray, group: np.ndarray, *, by_std: bool, epsilon: float) -> np.ndarray:
-    """A^S of every row, [V] float64: Y against the rows of its step group; 0 in a group of one."""
+    """A^S of every turn, [V] float64: Y against the turns of its step group; 0 in a group of one."""
     return np.where(Segments(group).rows > 1, normalised(target, group, by_std=by_std, epsilon=epsilon), 0.0)

@@ -2,8 +2,8 @@
 """HGPO: hierarchy-of-groups policy optimisation (arXiv 2602.22817).
 
 R_i = sum over later steps j of gamma^(j-i) r_j          Y_i = R_i - c * [action invalid]
-level k = 1..K+1:  group = rows of the prompt whose last k observations are equal (the current one included)
-a_k = (Y - mean) / (std + epsilon)  or  Y - mean         population std; only groups of at least two rows
+level k = 1..K+1:  group = turns of the prompt whose last k observations are equal (the current one included)
+a_k = (Y - mean) / (std + epsilon)  or  Y - mean         population std; only groups of at least two turns
 a_0 = GiGPO's episode advantage                          option base_group
 w_k = (k+1)^alpha / (sum of the kept + 1e-6)             items that are exactly 0 are dropped first
 A   = sum over kept k of w_k a_k                         nothing kept: 0
@@ -54,7 +54,7 @@ def hgpo_advantage(
     """Step advantages combined over groups that share 0, 1, ..., K past observations.
 
     Early steps have fewer levels; revisits of a state inside one trajectory join its groups; actions are not part of a
-    key. Rows with valid_row False are removed from groups and histories, and their reward counts 0. A lone trajectory
+    key. Turns with valid_row False are removed from groups and histories, and their reward counts 0. A lone trajectory
     without revisits gets 0 everywhere.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
@@ -71,7 +71,7 @@ def hgpo_advantage(
         group_by: columns of a group; each level splits it by observations.
 
     Returns:
-        one value a row; details: levels, the group ids of each level.
+        one value a turn; details: levels, the group ids of each level.
 
     Source: langfengQ/verl-agent, recipe/hgpo/core_hgpo.py.
     """

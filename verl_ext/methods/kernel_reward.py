@@ -166,24 +166,24 @@ def prs_keep_probability(
     factor: NotNegative | None = 0.1,
     speedup_threshold: float | None = None,
 ) -> np.ndarray:
-    """Probability with which profiling-based rejection sampling keeps each row, [B] float64.
+    """Probability with which profiling-based rejection sampling keeps each turn, [B] float64.
 
     Wrong kernels are always kept; Eq. 9 as written would drop them all, as their coverage is 0. The coverage is taken
     as it is, not rounded.
 
     Args:
-        coverage: [B] profiling reward of the row; None or NaN: 0.
+        coverage: [B] profiling reward of the turn; None or NaN: 0.
         correct: [B] bool.
         speedup: [B]; read for speedup_threshold alone. None or NaN: not measured.
         index: [B] prompt uid; trajectories of two prompts are never one.
         traj_uid: [B] trajectory; level "geometric" needs it.
-        turn_index: [B] turn of the row, only named in errors: a mean does not depend on the order.
-        nonempty: [B] bool, the row has model tokens; None: all have. Rows without are in no mean.
-        level: "turn": the row's own coverage. "geometric": the geometric mean over the trajectory's non-empty rows,
+        turn_index: [B] its place in the trajectory, only named in errors: a mean does not depend on the order.
+        nonempty: [B] bool, the turn has model tokens; None: all have. Turns without are in no mean.
+        level: "turn": the turn's own coverage. "geometric": the geometric mean over the trajectory's non-empty turns,
             of which each is at least 1e-8; 1 if there are none.
         threshold: coverage up to which a correct kernel is dropped, in [0, 1].
         factor: width above it over which the probability rises to 1; 0 or None: kept if the coverage reaches threshold.
-        speedup_threshold: a row with at least this speedup is kept in any case; None or negative: off.
+        speedup_threshold: a turn with at least this speedup is kept in any case; None or negative: off.
 
     Raises:
         ValueError: an option, a length or a value that cannot be used; names it, with row and turn.
@@ -235,12 +235,12 @@ def prs(
     speedup_threshold: float | None = None,
     seed: Count = 0,
 ) -> Rejection:
-    """Profiling-based rejection sampling: each row is kept with `prs_keep_probability`, which is the statistic.
+    """Profiling-based rejection sampling: each turn is kept with `prs_keep_probability`, which is the statistic.
 
     Args:
-        response_mask: [B, T] of 0 and 1; rows without model tokens are in no mean.
+        response_mask: [B, T] of 0 and 1; turns without model tokens are in no mean.
         coverage, correct, speedup, index, traj_uid, turn_index, level, threshold, factor, speedup_threshold: as there.
-        draw: [B] name of each row's random number, see `draws`.
+        draw: [B] name of each turn's random number, see `draws`.
         seed: of the random numbers.
     """
     some = response_mask.bool().any(-1)
@@ -263,7 +263,7 @@ def prs(
 
 
 def draws(names: Column, seed: int) -> np.ndarray:
-    """Uniform random numbers in [0, 1) by name, [B] float64: the same for any order or part of the rows."""
+    """Uniform random numbers in [0, 1) by name, [B] float64: the same for any order or part of the turns."""
     texts = [f"{seed}/{name}".encode() for name in names]
     found = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11 for text in texts]
     return np.array(found, dtype=np.float64) / 2.0**53

@@ -65,7 +65,7 @@ class LengthLR:
 
         Args:
             step: t, from 0.
-            mean_length: over the rows of the step that are no padding.
+            mean_length: over the turns of the step that are no padding.
 
         Raises:
             ValueError: the length is not a finite number.

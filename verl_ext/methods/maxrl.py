@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MaxRL: maximum-likelihood reinforcement learning (arXiv 2602.02710).
 
-r = row score >= 0; of a trajectory of several rows, their mean
+r = turn score >= 0; of a trajectory of several turns, their mean
 A = (r - mean) / mean          mean over the trajectories of the prompt; 0 where the mean is 0
 """
 
@@ -35,11 +35,11 @@ def maxrl_advantage(
     order N - 1: the rarer the successes of a prompt, the more each of them weighs.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
-        token_level_rewards: the score is the outcome of the row's trajectory; ValueError if it is negative.
-        traj_uid: a trajectory is one sample. None: every row is a trajectory.
+        token_level_rewards: the score is the outcome of the turn's trajectory; ValueError if it is negative.
+        traj_uid: a trajectory is one sample. None: every turn is a trajectory.
 
     Returns:
-        one value a row.
+        one value a turn.
 
     Source: arXiv 2602.02710.
     """

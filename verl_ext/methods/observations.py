@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as steps: their returns, and groups of equal histories (HGPO) and similar texts (GiGPO, `enable_similarity`)."""
+"""Turns as steps: returns, and groups of equal histories (HGPO) and similar texts (GiGPO, `enable_similarity`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from verl_ext.methods.rows import RowFieldError, Rows
 def step_returns(
     rows: Rows, token_level_rewards: torch.Tensor, gamma: float, penalty: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Trajectory ids, turn indices, penalties and penalised returns Y = R - penalty of the rows as steps, each [V].
+    """Trajectory ids, turn indices, penalties and penalised returns Y = R - penalty of the turns as steps, each [V].
 
-    R discounts `turn_reward`, or the row score of single-turn data, which has neither it nor trajectories. The
+    R discounts `turn_reward`, or the turn score of single-turn data, which has neither it nor trajectories. The
     penalty, `penalty` where the action is invalid, comes after discounting: no earlier step pays for it.
     """
     single_turn = not any(name in rows for name in ("turn_reward", "traj_uid", "turn_index"))
@@ -32,10 +32,10 @@ def step_returns(
 def history_groups(
     observation: np.ndarray, trajectory: np.ndarray, turn: np.ndarray, group: np.ndarray, levels: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each level k = 1..`levels` that has rows: the rows with k observations, and their contiguous group ids.
+    """For each level k = 1..`levels` that has turns: the turns with k observations, and their contiguous group ids.
 
-    Two rows share a group of level k when they agree in `group` and in their last k observations. A level's key is that
-    of the level below at the previous step together with the current observation: one pass over the rows each.
+    Two turns share a group of level k when they agree in `group` and in their last k observations. A level's key is
+    that of the level below at the previous step together with the current observation: one pass over the turns each.
 
     Args:
         observation, trajectory, turn, group: [V] int64 ids of observation and trajectory, step, ids of the prompt.
@@ -91,12 +91,12 @@ def _similar(text: str, other: str, threshold: float) -> bool:
 
 
 def texts(rows: Rows) -> list[str]:
-    """`anchor_obs` of the valid rows as text; RowFieldError names a row where it is something else."""
+    """`anchor_obs` of the valid turns as text; RowFieldError names a turn where it is something else."""
     observations = rows.column("anchor_obs").tolist()
     for row, text in enumerate(observations):
         if not isinstance(text, str):
             raise RowFieldError(
-                f"row field 'anchor_obs' must be text for enable_similarity, got {type(text).__name__} in "
+                f"turn field 'anchor_obs' must be text for enable_similarity, got {type(text).__name__} in "
                 f"{rows.where(row)}; turn enable_similarity off to compare observations by value"
             )
     return observations

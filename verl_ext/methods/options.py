@@ -42,7 +42,7 @@ not_negative = _rule(lambda value: value >= 0, "it must be at least 0")
 not_positive = _rule(lambda value: value <= 0, "it must be at most 0")
 positive = _rule(lambda value: value > 0, "it must be greater than 0")
 at_least_one = _rule(lambda value: value >= 1, "it must be at least 1")
-names_index = _rule(lambda names: "index" in names, "it must name 'index', or rows of different prompts would mix")
+names_index = _rule(lambda names: "index" in names, "it must name 'index', or turns of different prompts would mix")
 
 # What an option may be: a type with functions that say what is wrong with a value of that type, or None.
 Discount = Annotated[float, fraction]
@@ -51,7 +51,7 @@ NotPositive = Annotated[float, not_positive]
 Positive = Annotated[float, positive]
 Count = Annotated[int, not_negative]
 AtLeastOne = Annotated[int, at_least_one]
-#: Row fields that make a group: rows that agree in all of them are compared.
+#: Turn fields that make a group: turns that agree in all of them are compared.
 GroupBy = Annotated[Sequence[str], names_index]
 
 #: Types that an option may have, what fits them, and what to say otherwise.
@@ -104,7 +104,7 @@ def fit(value: Any, hint: Any) -> Any:
 class Parameters(NamedTuple):
     """The keyword parameters of a method by kind: `inspect.Parameter` with evaluated annotations, by name."""
 
-    row_fields: dict[str, inspect.Parameter]  #: columns with one entry a row, annotated ``Column``
+    row_fields: dict[str, inspect.Parameter]  #: columns with one entry a turn, annotated ``Column``
     token_fields: dict[str, inspect.Parameter]  #: [B, T] tensors, annotated ``torch.Tensor``
     options: dict[str, inspect.Parameter]  #: all others
 

@@ -47,7 +47,7 @@ def otb_advantage(
 ) -> Advantage:
     """Token advantages against a baseline a position, weighted by the gradient energy of each sample's prefix.
 
-    Rejected rows (all-zero mask) leave the sums, and a sample that nothing can be compared with keeps A = G. Identical
+    Rejected turns (all-zero mask) leave the sums, and a sample that nothing can be compared with keeps A = G. Identical
     rewards leave A = G epsilon / (W + epsilon): rounding size, as nothing divides by a spread here.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
@@ -55,11 +55,11 @@ def otb_advantage(
         old_log_probs: [B, T] log-probability of the sampled token under the policy at batch start.
         sum_pi_squared: [B, T] sum over the vocabulary of the squared probabilities, from float32 logits.
         rollout_is_weights: [B, T] detached importance weights; w_t is multiplied by their square inside the sum.
-        alignment: "model_tokens": position t is the t-th model token of a row, so tool tokens do not shift the
+        alignment: "model_tokens": position t is the t-th model token of a turn, so tool tokens do not shift the
             comparison. "column": position t is the column, the numbers of verl's optimal_token_baseline.
         baseline: "self_inclusive" (released, biased for few samples) or "leave_one_out" (unbiased; no released code):
             the sums of B without the sample itself, 0 where no other sample is alive.
-        handle_zero_tail: B = 0 where fewer than two samples are alive (otherwise A = 0 on the tail of the longest row).
+        handle_zero_tail: B = 0 where fewer than two samples are alive (otherwise A = 0 on the tail of the longest).
         epsilon: added to the sum of weights, at least 0; 1e-8 released.
 
     Returns:
@@ -112,7 +112,7 @@ def _baseline(
     if baseline == "leave_one_out":
         return B
     # Fewer than two samples are alive from the length of the second longest on. As in verl that is a number of model
-    # tokens in the column alignment too, and rows without tokens count as samples there.
+    # tokens in the column alignment too, and turns without tokens count as samples there.
     length = m.sum(-1, keepdim=True)
     second = length.sort(1).values[:, -2:-1] if samples > 1 else torch.zeros_like(length)
     if not handle_zero_tail:  # then only a sample that is alone has no baseline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection rules: rows whose trainer and sampler disagree, or that teach nothing, are left out of the loss.
+"""Rejection rules: turns whose trainer and sampler disagree, or that teach nothing, are left out of the loss.
 
     lr_t = log pi_train(y_t) - log pi_rollout(y_t)     rho_t = exp(lr_t)     D_t = KL(pi_rollout || pi_train) at token t
 
@@ -10,8 +10,8 @@
     simpletir         no turn of the trajectory is void
     variance_filter   the prompt's rewards deviate by more than a threshold, or are not in the lowest quantile
 
-Every rule rewrites `response_mask` and nothing else: a rejected row keeps its reward and its place in the statistics
-of its group. Rows without model tokens are kept as they are. Several rules together are the AND of their masks, each
+Every rule rewrites `response_mask` and nothing else: a rejected turn keeps its reward and its place in the statistics
+of its group. Turns without model tokens are kept as they are. Several rules together are the AND of their masks, each
 computed on the mask before any of them.
 
 Sources: methods `mrs` hkust-nlp/KernelGYM `mismatch_helper.py` (arXiv 2602.05885); `trm`, `ln_trm`, `ser` arXiv
@@ -46,7 +46,7 @@ class Rejection(NamedTuple):
 
     Attributes:
         response_mask: [B, T] in the dtype of the given mask, 0 where rejected.
-        kept: [B] bool; True for rows without model tokens. At level "token": whether any token is kept.
+        kept: [B] bool; True for turns without model tokens. At level "token": whether any token is kept.
         statistic: float64, what was compared with the bounds: [B], or [B, T] at level "token", 0 where there is no
             model token; for `trm` with both bounds [B, 2], maximum and mean.
     """
@@ -76,14 +76,14 @@ def mrs(
     Args:
         old_log_probs, rollout_log_probs: [B, T] float, log-probabilities of the sampled tokens, trainer and sampler.
         response_mask: [B, T] of 0 and 1.
-        traj_uid: [B] trajectory; None: each row is one.
+        traj_uid: [B] trajectory; None: each turn is one.
         turn_index: [B] int, only named in errors.
         index: [B] prompt uid; trajectories of two prompts are never one.
         level: what the statistic is taken over. "token": e^lr. "turn", "turn_geo": e^(sum lr), e^(mean lr) of the
-            row. "sequence", "geometric": the same of all model tokens of all rows of the trajectory, so that opposite
+            turn. "sequence", "geometric": the same of all model tokens of all turns of the trajectory, so that opposite
             drifts of two turns cancel (released). None: the veto alone.
         lower, upper: bounds of the statistic, inclusive; `lower` None is 1 / upper, `upper` None is off.
-        veto: a row with a token that has e^lr below this is rejected, whatever the rest; None is off.
+        veto: a turn with a token that has e^lr below this is rejected, whatever the rest; None is off.
         veto_scope: "row" (released) or "trajectory".
 
     Raises:
@@ -136,7 +136,7 @@ def trm(
     max: NotNegative | None = 0.05,
     avg: NotNegative | None = 0.001,
 ) -> Rejection:
-    """Trust region masking: keep a row whose sampler stays close to the trainer at every token and on average.
+    """Trust region masking: keep a turn whose sampler stays close to the trainer at every token and on average.
 
     The guarantee (arXiv 2512.23075) holds for the exact divergence over the vocabulary (`exact_token_kl`);
     `top_k_token_kl` is a lower bound of it, `sampled_token_kl` an estimate from the sampled token.
@@ -144,7 +144,7 @@ def trm(
     Args:
         token_kl: [B, T] float, KL(pi_rollout || pi_train) at every position, in nats; may be infinite.
         response_mask: [B, T] of 0 and 1.
-        max: bound of the largest of the row's model tokens (published 0.05); None is off.
+        max: bound of the largest of the turn's model tokens (published 0.05); None is off.
         avg: bound of their mean (published 0.001; 0.1 and 0.002 work together only); None is off.
 
     Raises:
@@ -173,9 +173,9 @@ def ln_trm(
 ) -> Rejection:
     """Length-neutral trust region masking: the mean of |rho - 1|, each token weighted by what can still follow it.
 
-        w_t = min(1, (T - t) epsilon, sqrt((T - t) delta / 2)),  t = 1..T over the row's model tokens
+        w_t = min(1, (T - t) epsilon, sqrt((T - t) delta / 2)),  t = 1..T over the turn's model tokens
 
-    A row of one token has no weight at all; its statistic is 0.
+    A turn of one token has no weight at all; its statistic is 0.
 
     Args:
         old_log_probs, rollout_log_probs, response_mask: as for `mrs`.
@@ -200,7 +200,7 @@ def ser(
     *,
     threshold: NotNegative | None,
 ) -> Rejection:
-    """Sequence error rejection: keep a row whose mean |rho - 1| is at most `threshold` (0.03 to 0.10 in the text).
+    """Sequence error rejection: keep a turn whose mean |rho - 1| is at most `threshold` (0.03 to 0.10 in the text).
 
     Args:
         old_log_probs, rollout_log_probs, response_mask: as for `mrs`.
@@ -218,11 +218,11 @@ def simpletir(
 
     Args:
         response_mask: [B, T] of 0 and 1.
-        void: [B] bool, whether the row's turn is void (`is_void_turn`).
+        void: [B] bool, whether the turn is void (`is_void_turn`).
         traj_uid, index: [B] trajectory and prompt uid, as for `mrs`.
 
     Returns:
-        `Rejection`; the statistic is the number of void turns of the row's trajectory.
+        `Rejection`; the statistic is the number of void turns of the trajectory.
     """
     rows = Rows(len(response_mask), index=index, traj_uid=traj_uid, void=void)
     turns = torch.from_numpy(rows.bools("void")).to(response_mask.device).double()
@@ -261,14 +261,14 @@ def variance_filter(
 
     Args:
         response_mask: [B, T] of 0 and 1.
-        rewards: [B] float, outcome of the row's trajectory; a trajectory of several rows counts once, with its mean.
+        rewards: [B] float, outcome of the turn's trajectory; a trajectory of several turns counts once, with its mean.
         index: [B] prompt uid.
-        traj_uid: [B] trajectory; None: each row is one.
+        traj_uid: [B] trajectory; None: each turn is one.
         threshold: groups with a population standard deviation up to this are left out; None is off.
         quantile: the groups in this lowest share of the deviations are left out, in [0, 1); None is off.
 
     Returns:
-        `Rejection`; the statistic is the standard deviation of the row's prompt.
+        `Rejection`; the statistic is the standard deviation of the turn's prompt.
     """
     rows = Rows(len(response_mask), index=index, traj_uid=traj_uid, rewards=rewards)
     device = response_mask.device
@@ -317,7 +317,7 @@ def exact_token_kl(rollout_logits: torch.Tensor, train_logits: torch.Tensor) -> 
 def top_k_token_kl(rollout_log_probs: torch.Tensor, train_log_probs: torch.Tensor) -> torch.Tensor:
     """Divergence of the sampler's K most likely tokens with all others as one, [B, T] float64: a lower bound.
 
-    Putting tokens together can only bring two distributions closer (data processing), so a row that this rejects the
+    Putting tokens together can only bring two distributions closer (data processing), so a turn that this rejects the
     exact divergence rejects too, and one that it keeps may still be rejected by it. With K the whole vocabulary it is
     the exact one, up to the rounding of float32.
 
@@ -389,7 +389,7 @@ def _deviation(old: torch.Tensor, rollout: torch.Tensor, token: torch.Tensor) ->
 
 
 def _trajectories(rows: Rows) -> torch.Tensor:
-    """[B] int64 ids of the rows' trajectories; a row without one is one."""
+    """[B] int64 ids of the turns' trajectories; a turn without one is one."""
     names = tuple(name for name in ("index", "traj_uid") if name in rows)
     if "traj_uid" not in rows:
         return torch.arange(rows.batch)
@@ -397,14 +397,14 @@ def _trajectories(rows: Rows) -> torch.Tensor:
 
 
 def _sum_over(group: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """For every row the sum of `values` ([B] float64) over the rows of its group."""
+    """For every turn the sum of `values` ([B] float64) over the turns of its group."""
     group = group.to(values.device)
     sums = values.new_zeros(int(group.max()) + 1 if len(group) else 0)
     return sums.index_add_(0, group, values)[group]
 
 
 def _first_of_each(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups and the position of one row of each."""
+    """The groups and the position of one turn of each."""
     groups, inverse = group.unique(return_inverse=True)
     first = torch.empty_like(groups)
     first[inverse] = torch.arange(len(group), device=group.device)
@@ -418,6 +418,6 @@ def _at_most(statistic: torch.Tensor, threshold: float | None) -> torch.Tensor:
 
 
 def _rejection(response_mask: torch.Tensor, inside: torch.Tensor, statistic: torch.Tensor) -> Rejection:
-    """Drop whole rows; a row without model tokens is kept as it is."""
+    """Drop whole turns; a turn without model tokens is kept as it is."""
     kept = inside | ~response_mask.bool().any(-1)
     return Rejection(response_mask * kept[:, None].to(response_mask.dtype), kept, statistic)

@@ -8,7 +8,7 @@ import torch
 
 
 def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(order, place), both [B] int64: rows by trajectory and time, and the place of each in its trajectory."""
+    """(order, place), both [B] int64: turns by trajectory and time, and the place of each in its trajectory."""
     order = np.lexsort((turn_index, trajectory))
     first = np.diff(trajectory[order], prepend=-1) != 0
     number = np.arange(order.size)
@@ -16,17 +16,17 @@ def chronology(trajectory: np.ndarray, turn_index: np.ndarray) -> tuple[np.ndarr
 
 
 def turn_returns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.ndarray, *, gamma: float) -> np.ndarray:
-    """Discounted return of every row over the later turns of its trajectory, [B] float64.
+    """Discounted return of every turn over the later turns of its trajectory, [B] float64.
 
         G_i = R_i + gamma^(turn_index[next(i)] - turn_index[i]) * G_next(i)
 
-    `next(i)` is the row of the same trajectory with the next larger turn_index, so the exponent of a reward is the
+    `next(i)` is the turn of the same trajectory with the next larger turn_index, so the exponent of a reward is the
     distance in turns even when a turn in between is missing.
 
     Args:
-        rewards: [B] float64, reward of each row alone.
+        rewards: [B] float64, reward of each turn alone.
         trajectory: [B] int64 trajectory ids, at least 0, that already separate prompts.
-        turn_index: [B] int64, chronological; row order plays no part.
+        turn_index: [B] int64, chronological; the rows' order plays no part.
         gamma: discount a turn, in [0, 1].
     """
     order, place = chronology(trajectory, turn_index)
@@ -53,7 +53,7 @@ def regressed_turns(rewards: np.ndarray, trajectory: np.ndarray, turn_index: np.
     """Whether a turn with reward <= 0 follows an earlier turn of its trajectory with reward > 0, [B] bool.
 
     Rewards 1.2, 0, 1.5 give False, True, False. Source: hkust-nlp/KernelGYM, option mask_void_turn (not in the paper,
-    arXiv 2602.05885); selecting rows by their outcome biases the baseline of the later turns.
+    arXiv 2602.05885); selecting turns by their outcome biases the baseline of the later turns.
     """
     order, place = chronology(trajectory, turn_index)
     positive = rewards[order] > 0

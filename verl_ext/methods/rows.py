@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch, one a model call: checks of tensors, columns (`Rows`), and the result (`Advantage`)."""
+"""The rows of a batch, one a turn: checks of tensors, columns (`Rows`), and the result (`Advantage`)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from verl_ext.methods.groups import LARGEST_EXACT, Column, joint_ids, to_numpy, 
 from verl_ext.methods.returns import chronology
 
 TRAJECTORY = ("index", "traj_uid")
-"""The key of a trajectory: rows of another prompt may carry its traj_uid."""
-#: Fields that say where a row is, in error messages.
+"""The key of a trajectory: turns of another prompt may carry its traj_uid."""
+#: Fields that say where a turn is, in error messages.
 LABELS = {"index": "uid", "traj_uid": "trajectory", "turn_index": "turn", "agent_id": "agent"}
 
 
 class RowFieldError(ValueError):
-    """A row field that a method needs is missing, has the wrong length, or holds a value that cannot be used."""
+    """A turn field that a method needs is missing, has the wrong length, or holds a value that cannot be used."""
 
 
 class MissingFieldError(RowFieldError):
-    """A row field that a method needs was not given; `field` is its name."""
+    """A turn field that a method needs was not given; `field` is its name."""
 
     def __init__(self, field: str, present: Sequence[str] = ()):
         self.field = field
         super().__init__(
-            f"row field '{field}' is required and missing; pass {field}=<one entry a row>, or have the agent loop "
+            f"turn field '{field}' is required and missing; pass {field}=<one entry a turn>, or have the agent loop "
             f"return it in AgentLoopOutput.extra_fields['{field}']. Present: {', '.join(sorted(present))}"
         )
 
@@ -66,15 +66,15 @@ def on_model_tokens(name: str, tokens: torch.Tensor, mask: torch.Tensor, where: 
 
 
 class Rows:
-    """The columns of a batch, restricted to its valid rows, as floats, booleans, whole numbers or group ids.
+    """The columns of a batch, restricted to its valid turns, as floats, booleans, whole numbers or group ids.
 
     Args:
-        batch: number of rows B, an attribute as well.
-        valid_row: [B] bool or None (all True). Rows with False are no samples; those left are at `kept`, [V].
+        batch: number of turns B, an attribute as well.
+        valid_row: [B] bool or None (all True). Turns with False are no samples; those left are at `kept`, [V].
         row_fields: further columns by name, for `group_by`.
         **fields: the named columns; None means that the column was not given.
 
-    RowFieldError, here and from every method, names the field, the row and the remedy where a column can't be used.
+    RowFieldError, here and from every method, names the field, the turn and the remedy where a column can't be used.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Rows:
     def _array(self, name: str, column: Column) -> np.ndarray:
         """The column as an array, of objects unless it was an array or a tensor."""
         if len(column) != self.batch:
-            raise RowFieldError(f"row field '{name}' has {len(column)} entries for a batch of {self.batch} rows")
+            raise RowFieldError(f"turn field '{name}' has {len(column)} entries for a batch of {self.batch} rows")
         if isinstance(column, torch.Tensor):
             return to_numpy(column)
         return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=self.batch)
 
     def keep(self, chosen: np.ndarray) -> None:
-        """Drop the rows for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
+        """Drop the turns for which `chosen`, [V] bool, is False, as if their `valid_row` were."""
         self.kept = self.kept[chosen]
         self._columns = {name: column[chosen] for name, column in self._columns.items()}
 
@@ -108,12 +108,12 @@ class Rows:
         return name in self._columns
 
     def column(self, name: str) -> np.ndarray:
-        """The column of the valid rows, or MissingFieldError when it was not given."""
+        """The column of the valid turns, or MissingFieldError when it was not given."""
         if name not in self._columns:
             raise MissingFieldError(name, list(self._columns))
         return self._columns[name]
 
-    def _numbers(self, name: str, what: str = "a number a row", unmeasured: bool = False) -> np.ndarray:
+    def _numbers(self, name: str, what: str = "a number a turn", unmeasured: bool = False) -> np.ndarray:
         """A column of numbers, [V], in the dtype that holds them; None is NaN if some may be `unmeasured`."""
         array = self.column(name)
         if array.dtype == object:
@@ -124,15 +124,15 @@ class Rows:
         if array.ndim == 2 and array.shape[1] == 1:
             array = array[:, 0]
         if array.ndim != 1 or array.dtype.kind not in "biuf":
-            raise RowFieldError(f"row field '{name}' must be {what}, got dtype {array.dtype}, shape {array.shape}")
+            raise RowFieldError(f"turn field '{name}' must be {what}, got dtype {array.dtype}, shape {array.shape}")
         return array
 
     def refuse(self, name: str, what: str, values: Sequence[Any] | np.ndarray, wrong: np.ndarray) -> None:
-        """RowFieldError that says `what` must be in each row and names the first of the valid rows that is `wrong`."""
+        """RowFieldError that says `what` must be in each turn and names the first valid turn that is `wrong`."""
         if wrong.any():
             row = int(np.argmax(wrong))
             value = values[row].item() if isinstance(values, np.ndarray) else values[row]
-            name = f"row field '{name}'" if name in self else name
+            name = f"turn field '{name}'" if name in self else name
             raise RowFieldError(f"{name} must be {what}, got {value!r} in {self.where(row)}")
 
     def _finite(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -145,25 +145,25 @@ class Rows:
 
     def measured(self, name: str) -> np.ndarray:
         """A column of numbers of which some were not measured (None or NaN: they are 0), [V] float64."""
-        values = self._numbers(name, "a number a row, or None", unmeasured=True).astype(np.float64)
+        values = self._numbers(name, "a number a turn, or None", unmeasured=True).astype(np.float64)
         return np.where(np.isnan(values), 0.0, values)
 
     def bools(self, name: str) -> np.ndarray:
         """A column of booleans (or the numbers 0 and 1), [V] bool."""
-        array = self._numbers(name, "True or False a row")
+        array = self._numbers(name, "True or False a turn")
         self.refuse(name, "True or False", array, (array != 0) & (array != 1))
         return array.astype(bool)
 
     def ints(self, name: str) -> np.ndarray:
         """A column of whole numbers, [V] int64."""
-        array = self._numbers(name, "a whole number a row")
+        array = self._numbers(name, "a whole number a turn")
         if array.dtype.kind == "f":
             self.refuse(name, "a whole number", array, array != np.round(array))
             self.refuse(name, "an integer, as a float is not exact beyond 2^53", array, np.abs(array) > LARGEST_EXACT)
         return array.astype(np.int64)
 
     def scores(self, token_level_rewards: torch.Tensor) -> np.ndarray:
-        """Row scores S_i, [V] float64: sums over the whole row, since a rejected one keeps its score."""
+        """Turn scores S_i, [V] float64: sums over the whole turn, since a rejected one keeps its score."""
         return self._finite("token_level_rewards", to_numpy(token_level_rewards).sum(-1, dtype=np.float64)[self.kept])
 
     def penalty(self, coefficient: float) -> np.ndarray:
@@ -178,10 +178,10 @@ class Rows:
         try:
             return value_ids(column)
         except (TypeError, ValueError) as error:
-            raise RowFieldError(f"row field '{name}' cannot serve as a group key: {error}") from error
+            raise RowFieldError(f"turn field '{name}' cannot serve as a group key: {error}") from error
 
     def keys(self, group_by: Sequence[str]) -> np.ndarray:
-        """Joint group ids of the row fields in `group_by`, [V] int64; MissingFieldError where one is not there."""
+        """Joint group ids of the turn fields in `group_by`, [V] int64; MissingFieldError where one is not there."""
         return joint_ids(*[self.ids(name) for name in group_by])
 
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
@@ -196,12 +196,12 @@ class Rows:
         order, place = chronology(trajectory, turn)
         again = np.zeros(len(turn), dtype=bool)
         again[order[1:]] = (place[1:] > 0) & (np.diff(turn[order]) == 0)
-        what = "another number in each row of a trajectory, in time's order over all agents (copies: valid_row False)"
+        what = "another number in each turn of a trajectory, in time's order over all agents (copies: valid_row False)"
         self.refuse("turn_index", what, turn, again)
         return trajectory, turn
 
     def where(self, row: int) -> str:
-        """Words for the row at position `row` of the valid rows: its batch position, uid, trajectory and turn."""
+        """Words for the row at position `row` of the valid ones: its batch position, uid, trajectory and turn."""
         words = [f"{label} {self._columns[name][row]}" for name, label in LABELS.items() if name in self]
         return f"row {int(self.kept[row])}" + (f" ({', '.join(words)})" if words else "")
 
@@ -233,7 +233,7 @@ class Advantage:
     def of_rows(
         cls, values: np.ndarray, response_mask: torch.Tensor, rows: Rows, groups: np.ndarray, **details: Any
     ) -> Advantage:
-        """One value a sample, [V] float64, on all model tokens of its row; returns are the same tensor."""
+        """One value a sample, [V] float64, on all model tokens of its turn; returns are the same tensor."""
         beyond = ~(np.abs(values) <= np.finfo(np.float32).max)
         rows.refuse("the advantage", "within float32 (scale the rewards)", values, beyond)
         batch = torch.zeros(rows.batch, 1)

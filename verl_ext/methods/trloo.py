@@ -2,7 +2,7 @@
 """TRLOO: turn-level REINFORCE leave-one-out (Dr. Kernel, arXiv 2602.05885).
 
 R_i = turn reward                                     G_i = R_i + gamma^gap * G_next(i)
-group(i) = valid rows of the same prompt and turn     N = |group(i)|
+group(i) = valid turns of the same prompt and index    N = |group(i)|
 A_i = N/(N-1) * (G_i - mean of the group) = G_i - mean of the others          N > 1
 A_i = G_i                                                                     N = 1
 """
@@ -43,20 +43,20 @@ def trloo_advantage(
 ) -> Advantage:
     """Turn-level leave-one-out advantages.
 
-    Rejected rows (all-zero mask, valid_row True) stay in N and in the mean, which keeps the baseline unbiased; rows
+    Rejected turns (all-zero mask, valid_row True) stay in N and in the mean, which keeps the baseline unbiased; turns
     with valid_row False do not, their reward counts 0 in earlier returns and they get advantage 0. Single-turn data
-    gives neither traj_uid nor turn_index: every row is a trajectory of one turn.
+    gives neither traj_uid nor turn_index: every turn is a trajectory of one turn.
 
     Args (tensors, columns and errors are those of every method: `verl_ext.methods`):
-        turn_reward: None: the row's score.
+        turn_reward: None: the turn's score.
         gamma: discount a turn, in [0, 1]; 1.0 published.
         baseline: "leave_one_out", or "mean" for the self-inclusive turn mean without std (a group of one keeps A = G).
-        batch_std: whiten the row advantages over the valid rows of the batch afterwards (unbiased variance + 1e-8).
+        batch_std: whiten the turn advantages over the valid turns of the batch afterwards (unbiased variance + 1e-8).
         mask_regressions: treat a turn with reward <= 0 after an earlier positive one as valid_row False (released
             option mask_void_turn; biased, off by default).
 
     Returns:
-        one value a row; details: turn [V] int64, turn_return G [V] float64.
+        one value a turn; details: turn [V] int64, turn_return G [V] float64.
 
     Source: arXiv 2602.05885; hkust-nlp/KernelGYM, drkernel/kernel/kernel_trainer.py.
     """

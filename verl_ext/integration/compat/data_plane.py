@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one seam with verl's store of rows, transfer_queue 0.1 of verl 0.9.1: no other module of the package imports it.
+"""The one seam with verl's store of sequences, transfer_queue 0.1 of verl 0.9.1: no other module here imports it.
 
-Rows lie in partitions (``train``, ``val``) by key; a batch (``KVBatchMeta``) names a partition and keys of it.
+Sequences lie in partitions (``train``, ``val``) by key; a batch (``KVBatchMeta``) names a partition and keys of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def fetch(batch: Any, fields: Sequence[str], keys: Sequence[str] | None = None) -> Any:
-    """These fields of a batch's rows, or of some of them, as a tensordict."""
+    """These fields of a batch's sequences, or of some of them, as a tensordict."""
     import transfer_queue as tq
 
     return tq.kv_batch_get(
@@ -22,7 +22,7 @@ def fetch(batch: Any, fields: Sequence[str], keys: Sequence[str] | None = None) 
 def write(
     batch: Any, fields: Mapping[str, Any], keys: Sequence[str] | None = None, tags: Sequence[Any] | None = None
 ) -> Any:
-    """Write columns, and tags, of a batch's rows or of some of them; the batch with what it has now."""
+    """Write columns, and tags, of a batch's sequences or of some of them; the batch with what it has now."""
     import transfer_queue as tq
     from tensordict import TensorDict
 
@@ -33,21 +33,21 @@ def write(
 
 
 async def put_tag(partition: str, key: str, tag: Mapping[str, Any]) -> None:
-    """A row of a tag alone."""
+    """A sequence of a tag alone."""
     import transfer_queue as tq
 
     await tq.async_kv_put(key=key, partition_id=partition, tag=dict(tag))
 
 
 def tags(partition: str) -> dict[str, dict[str, Any]]:
-    """The tags of a partition's rows by key."""
+    """The tags of a partition's sequences by key."""
     import transfer_queue as tq
 
     return dict((tq.kv_list(partition) or {}).get(partition, {}))
 
 
 def clear(partition: str, keys: Sequence[str]) -> None:
-    """Remove rows."""
+    """Remove sequences."""
     import transfer_queue as tq
 
     tq.kv_clear(keys=list(keys), partition_id=partition)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm of each agent's part of the gradient, in the engine: ``verl_ext.agent_gradients``, a diagnostic.
 
-Every token belongs to a row and every row to an agent, so the gradient of an update is a sum over agents, whatever the
-loss and its normalisers are: an agent's part is what flows back through the model's outputs (log-probabilities,
-entropy) at its rows. The engine goes through a mini-batch once for each agent, with the same loss over all rows, and
-lets the gradient pass at the rows of that agent only. The parts are added up, so that the update is the one without
-the diagnostic, up to the rounding of a sum in another order, and the norm of each is taken on the way. Terms for
-entropy and KL are in it with their rows; the clipping of the gradient comes after.
+Every token belongs to a sequence and every sequence to an agent, so the gradient of an update is a sum over agents,
+whatever the loss and its normalisers are: an agent's part is what flows back through the model's outputs
+(log-probabilities, entropy) at its sequences. The engine goes through a mini-batch once for each agent, with the same
+loss over all sequences, and lets the gradient pass at the sequences of that agent only. The parts are added up, so that
+the update is the one without the diagnostic, up to the rounding of a sum in another order, and the norm of each is
+taken on the way. Terms for entropy and KL are in it with their sequences; the clipping of the gradient comes after.
 
 The price, in the update only: forward and backward once an agent instead of once, and memory for one more copy of the
 gradient (this rank's shard of it). verl's ``perf/mfu/actor`` counts the useful work only, so it falls by as much.
@@ -27,10 +27,10 @@ from verl_ext.integration.engines.micro_batch import said
 KEY = "verl_ext.agent_gradients"
 
 AGENTS = "verl_ext_agents"
-"""Number of agents of the batch, told to the engine beside the rows; without it the engine does as verl does."""
+"""Number of agents of the batch, told to the engine beside the sequences; without it the engine does as verl does."""
 
 AGENT = "verl_ext_agent"
-"""Column: the agent of each row by its place among the names, -1 for a row that is not trained on. [B] int64."""
+"""Column: the agent of each sequence by its place among the names, -1 for one that is not trained on. [B] int64."""
 
 METRIC = "agent_gradient"
 
@@ -45,11 +45,11 @@ class AgentGradientsMixin:
     """Mixin over verl's `FSDPEngineWithLMHead` and its subclasses. See the module's text."""
 
     _rows_of: tuple[int, bool] | None = None
-    """In a pass: the agent's number, and whether rows of no agent pass with it."""
+    """In a pass: the agent's number, and whether sequences of no agent pass with it."""
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """verl's own, once for each agent with rows in the mini-batch of any rank, if the batch asks for it. Raises
-        RuntimeError: the batch says how many agents there are and not whose the rows are."""
+        """verl's own, once for each agent with sequences in any rank's mini-batch, if the batch asks for it. Raises
+        RuntimeError: the batch says how many agents there are and not whose the sequences are."""
         agents = 0 if forward_only else int(said(data, AGENTS, 0))
         present = self._agents_present(data, agents) if agents else []
         if not present:
@@ -79,7 +79,7 @@ class AgentGradientsMixin:
         return outputs
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
-        """The same values; in a pass for an agent, the gradient goes through its rows only."""
+        """The same values; in a pass for an agent, the gradient goes through its sequences only."""
         made = super().prepare_model_outputs(  # type: ignore[misc]
             output=output,
             output_args=output_args,
@@ -94,7 +94,7 @@ class AgentGradientsMixin:
         return {name: through_rows(value, keep, name) for name, value in made.items()}
 
     def _agents_present(self, data: Any, agents: int) -> list[int]:
-        """Numbers of the agents with a row in this mini-batch; all ranks agree, so that all make the same passes."""
+        """Numbers of the agents that are in this mini-batch; all ranks agree, so that all make the same passes."""
         if AGENT not in data.keys():
             raise RuntimeError(f"{KEY}: the batch says that there are {agents} agents, but has no column {AGENT!r}.")
         from verl.utils.device import get_device_id
@@ -122,22 +122,22 @@ class AgentGradientsMixin:
 
 
 def through_rows(value: Any, keep: torch.Tensor, name: str = "the output") -> Any:
-    """The same values, of which only those of the rows `keep` pass a gradient on.
+    """The same values, of which only those of the sequences `keep` pass a gradient on.
 
     Args:
-        value: jagged [B, tokens of the row, ...] or [B, ...]; what carries no gradient is returned as it is.
+        value: jagged [B, tokens of the sequence, ...] or [B, ...]; what carries no gradient is returned as it is.
         keep: [B] bool.
         name: of the value, for the error.
 
     Raises:
-        RuntimeError: a value with a gradient that has no row for each of B.
+        RuntimeError: a value with a gradient that has no entry for each of B.
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     if value.dim() == 0 or value.shape[0] != keep.shape[0]:
         raise RuntimeError(
-            f"{KEY} cannot say which agent {name} of shape {tuple(value.shape)} belongs to: it has no row for each of "
-            f"the {keep.shape[0]} rows of the micro-batch. Set {KEY}=false."
+            f"{KEY} cannot say which agent {name} of shape {tuple(value.shape)} belongs to: it has no entry for each "
+            f"of the {keep.shape[0]} sequences of the micro-batch. Set {KEY}=false."
         )
     keep = keep.to(value.device)
     if not value.is_nested:

@@ -110,7 +110,7 @@ class OnePassMixin:
         return loss, result
 
     def _packed(self, logits: Any, args: Any, micro_batch: Any, **wanted: Any) -> dict[str, torch.Tensor]:
-        """Rows packed into one sequence; with Ulysses this rank's slice of it."""
+        """Sequences packed into one row; with Ulysses this rank's slice of it."""
         from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
         logits = full(logits).squeeze(0)  # [tokens / sp, V]
@@ -134,7 +134,7 @@ class OnePassMixin:
         return out
 
     def _padded(self, logits: Any, args: Any, micro_batch: Any, **wanted: Any) -> dict[str, torch.Tensor]:
-        """Rows padded to the longest one, [B, S, V]; read in place, without narrowing or concatenating them."""
+        """Sequences padded to the longest one, [B, S, V]; read in place, without narrowing or concatenating them."""
         logits = full(logits)
         lengths = micro_batch["input_ids"].offsets().diff()
         present = torch.arange(logits.shape[1], device=logits.device) < lengths[:, None]
@@ -160,12 +160,12 @@ class OnePassMixin:
         mask = micro_batch["response_mask"]
         if not mask.is_nested:
             raise RuntimeError(
-                "dvp needs the rows of verl's V1 trainer; response_mask is a padded tensor. Set trainer.use_v1=true."
+                "dvp needs the batch of verl's V1 trainer; response_mask is a padded tensor. Set trainer.use_v1=true."
             )
         before, lengths = mask.values(), mask.offsets().diff()
         kept = before * in_set[positions(micro_batch["input_ids"].offsets(), lengths)].to(before.dtype)
         micro_batch["response_mask"] = torch.nested.nested_tensor_from_jagged(
-            # Without the length of the longest row, padding would make rows as long as all of them together.
+            # Without the length of the longest, padding would make sequences as long as all of them together.
             kept,
             mask.offsets(),
             max_seqlen=int(lengths.max()),
@@ -209,7 +209,7 @@ def _unsupported(output: Any, micro_batch: Any) -> str | None:
     if said(micro_batch, "distillation_use_topk", False) or said(micro_batch, "distillation_only", False):
         return "distillation reads the whole vocabulary. Set distillation.enabled=false."
     if said(micro_batch, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
-        return "the rows are padded by the data set; verl's V1 trainer does not pad them. Set trainer.use_v1=true."
+        return "the sequences are padded by the data set; verl's V1 trainer does not pad them. Set trainer.use_v1=true."
     if getattr(output, "logits", None) is None:
         return "the model returned no logits. Use a causal language model of transformers without fused outputs."
     return None
@@ -220,7 +220,7 @@ def _wanted(one_pass: str, output: Any) -> bool:
 
 
 def _temperature(micro_batch: Any, of_tokens: torch.Tensor | None) -> Any:
-    """One number for all rows, or verl's tensor for a temperature per row."""
+    """One number for all sequences, or verl's tensor for a temperature of each."""
     given = micro_batch["temperature"]
     if not isinstance(given, torch.Tensor):
         return max(float(given), 1e-8)

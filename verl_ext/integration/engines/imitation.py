@@ -94,7 +94,7 @@ class ImitationMixin:
             raise RuntimeError(
                 "hybrid_imitation: the batch has no teacher_ids. The engine of the reference is not one of verl's FSDP "
                 "language-model engines, or was registered after they were extended; or a trajectory has several "
-                "rows, of which verl asks its distillation teacher for the last alone: use an agent loop of one row."
+                "sequences, of which verl asks its distillation teacher for the last alone: use a loop that makes one."
             )
         ids = micro_batch["teacher_ids"].values()[at.chosen].long()
         known = micro_batch["teacher_logprobs"].values()[at.chosen].float()
@@ -119,7 +119,7 @@ class Positions:
             raise RuntimeError("hybrid_imitation needs logits. Set actor_rollout_ref.model.use_fused_kernels=false.")
         chosen = response_positions(micro_batch)
         if chosen is None:
-            raise RuntimeError("hybrid_imitation needs the rows of verl's V1 trainer. Set trainer.use_v1=true.")
+            raise RuntimeError("hybrid_imitation needs the batch of verl's V1 trainer. Set trainer.use_v1=true.")
         self.micro_batch, self.chosen = micro_batch, chosen
         logits = full(output.logits)
         self.flat = logits.reshape(-1, logits.shape[-1])
@@ -127,7 +127,7 @@ class Positions:
         self.offsets = ids.offsets()
         lengths = self.offsets.diff()
         place = torch.arange(len(chosen), device=chosen.device)
-        if not said(micro_batch, "use_remove_padding", True):  # rows padded to the longest
+        if not said(micro_batch, "use_remove_padding", True):  # sequences padded to the longest
             number = torch.arange(len(lengths), device=chosen.device)
             place = place + torch.repeat_interleave(number * logits.shape[1] - self.offsets[:-1], lengths)
         self.rows = place[chosen]

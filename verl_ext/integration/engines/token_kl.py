@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL(sampler || trainer) at every token, in the engine's pass for the old log-probabilities: the column ``token_kl``.
 
-The embedded rollout engine sends its log-probabilities at each position with a row's ``extra_fields``: of the whole
-vocabulary (`LOG_PROBS` [n, V], the divergence is exact) or of its K most likely tokens (and `IDS` [n, K], a lower
-bound). verl's store hands them to the ranks with the rows, so that each compares its own with logits that it has
-anyway, and only one number a token goes back. They leave the rows after the pass.
+The embedded rollout engine sends its log-probabilities at each position with a sequence's ``extra_fields``: of the
+whole vocabulary (`LOG_PROBS` [n, V], the divergence is exact) or of its K most likely tokens (and `IDS` [n, K], a lower
+bound). verl's store hands them to the ranks with the sequences, so that each compares its own with logits that it has
+anyway, and only one number a token goes back. They leave the sequences after the pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WANTED = "verl_ext_token_kl"
 
 COLUMN = "token_kl"
 LOG_PROBS, IDS = "sampler_log_probs", "sampler_ids"
-"""Names among a row's ``extra_fields``: float32 [n, V or K] and int32 [n, K] of its n sampled tokens."""
+"""Names among a sequence's ``extra_fields``: float32 [n, V or K] and int32 [n, K] of its n sampled tokens."""
 
 KEY = "algorithm.trm.divergence"
 TOLERANCE = 1e-3
@@ -37,7 +37,7 @@ class TokenKLMixin:
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         """verl's, with ``token_kl`` (jagged, [B, prompt + response], float32) if the batch asks for it. Raises
-        RuntimeError: a row lacks the sampler's log-probabilities, or they are not those of its tokens."""
+        RuntimeError: a sequence lacks the sampler's log-probabilities, or they are not those of its tokens."""
         from verl.utils import tensordict_utils as tu
 
         wanted = bool(said(micro_batch, WANTED, False))
@@ -83,8 +83,8 @@ def token_kl(at: Positions) -> torch.Tensor:
     said_before = at.micro_batch["rollout_log_probs"].values()[token].to(sampled)
     if bool(((sampled - said_before).abs() > TOLERANCE)[known].any()):
         raise RuntimeError(
-            f"{KEY}: the sampler's distributions are not those of the row's tokens. An agent loop has to return the "
-            "extra_fields of the answer whose tokens make the row, one row a call of the model."
+            f"{KEY}: the sampler's distributions are not those of the sequence's tokens. An agent loop has to return "
+            "the extra_fields of the answer whose tokens make the sequence, one output a call of the model."
         )
     return found.index_put((token.nonzero().squeeze(-1),), kl.float())
 
@@ -100,9 +100,9 @@ def _of_sampler(micro_batch: Any, device: torch.device) -> tuple[torch.Tensor, t
             continue
         if len(row.get(LOG_PROBS, ())) < count:
             raise RuntimeError(
-                f"{KEY}: a row of {count} model tokens has {len(row.get(LOG_PROBS, ()))} distributions of the sampler. "
-                "An agent loop has to return the extra_fields of the engine's answer, one row a call of the model; "
-                "verl's tool_agent puts several calls into a row and keeps those of the first. Use the loop "
+                f"{KEY}: a sequence of {count} model tokens has {len(row.get(LOG_PROBS, ()))} distributions of the "
+                "sampler. An agent loop has to return the extra_fields of the engine's answer, one output a call; "
+                "verl's tool_agent puts several calls into a sequence and keeps those of the first. Use the loop "
                 "verl_ext_multi_turn, or divergence=sampled."
             )
         for name, found in parts.items():
@@ -143,7 +143,7 @@ def check(config: Any, divergence: str, count: int, limit_gib: float) -> list[st
         "fused kernels never form the logits. Set actor_rollout_ref.model.use_fused_kernels=false.": (
             select(policy.model, "use_fused_kernels", False)
         ),
-        "the logits of a row lie on one rank. Set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1.": (
+        "the logits of a sequence lie on one rank. Set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1.": (
             select(policy.actor, "ulysses_sequence_parallel_size", 1) > 1
         ),
         "a pruned sampler has tokens that a pruned trainer lacks, and their divergence is infinite. Leave out dvp.rho "

@@ -95,7 +95,7 @@ class UpdateStepMixin:
         return super().lr_scheduler_step() * self._factor  # type: ignore[misc]
 
     def _kept(self, data: Any) -> list[int]:
-        """Kept tokens, rows that have some, and rows that had some, of the mini-batch on all ranks."""
+        """Kept tokens, sequences that have some, and sequences that had some, of the mini-batch on all ranks."""
         from verl.utils.device import get_device_id
 
         kept, before = (_tokens(data[name]) for name in ("response_mask", "loss_mask"))
@@ -105,7 +105,7 @@ class UpdateStepMixin:
 
 
 def _tokens(mask: torch.Tensor) -> torch.Tensor:
-    """[B] int64: the tokens of each row of a jagged 0/1 mask."""
+    """[B] int64: the tokens of each sequence of a jagged 0/1 mask."""
     so_far = torch.nn.functional.pad(mask.values().long().cumsum(0), (1, 0))
     return so_far[mask.offsets()].diff()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several models in one run: what each of them does with its own rows. See `lead` and `members`."""
+"""Several models in one run: what each of them does with its own sequences. See `lead` and `members`."""

@@ -2,9 +2,9 @@
 """Several models in one run: the run's trainer, which leads a trainer object for each further model (`members`).
 
 Loop, data, replay buffer, agent loops, rewards, advantages and logging stay the run's, as does the model ``policy``.
-Each model's trainer pads, balances, scores and updates with its own rows, critic included: models of one pool in turn,
-pools at the same time. Advantages are computed on all rows together and then split. A model without rows in a batch is
-passed over, one whose rows have no token to train on is scored and not updated.
+Each model's trainer pads, balances, scores and updates with its own sequences, critic included: models of one pool in
+turn, pools at the same time. Advantages are computed on all turns together and then split. A model without
+sequences in a batch is passed over, one whose sequences have no token to train on is scored and not updated.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class LeadMixin(ModelSide):
             return count
         return count + sum(member._get_n_gpus_for_throughput() for member in self._members.values())
 
-    # ---- a step: what each model does with its own rows ----
+    # ---- a step: what each model does with its own sequences ----
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self._members:
@@ -184,7 +184,7 @@ class LeadMixin(ModelSide):
         return _joined(batch, batch.extra_info)
 
     def updated_rows(self, batch: Any) -> frozenset[str]:
-        """Keys of the rows whose models are updated with this batch; all with one model."""
+        """Keys of the sequences whose models are updated with this batch; all with one model."""
         if not self._members:
             return frozenset(batch.keys)
         of = {name: [key for key in batch.keys if self._model_of[key] == name] for name in self._trainers()}
@@ -209,8 +209,8 @@ class LeadMixin(ModelSide):
     def _each(
         self, verls: Any, method: str, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Call a method of every model's trainer (`verls`: the lead's own class from verl's on) with its rows, models
-        of one pool in turn, pools at the same time; what it returned, by model. A model's metrics go under its name."""
+        """Call a method of every model's trainer (`verls`: the lead's own class from verl's on) with its sequences,
+        models of one pool in turn, pools at the same time; what it returned, by model. Metrics go under its name."""
         queues: dict[str, list[Callable[[], tuple[str, Any, dict[str, Any]]]]] = defaultdict(list)
         for name, trainer in self._trainers().items():
             keys = [key for key in batch.keys if self._model_of[key] == name]
@@ -297,15 +297,15 @@ def named(key: str, model: str) -> str:
 
 
 def models_of(batch: Any, known: Mapping[str, Any]) -> tuple[dict[str, str], frozenset[str], Counter[tuple[str, str]]]:
-    """The model of each row by its key, the keys of the rows that have a token to train on, and the rows of each model
-    and agent. Raises BatchError: a row names a model that the run does not have."""
+    """The model of each sequence by its key, the keys of the sequences that have a token to train on, and the sequences
+    of each model and agent. Raises BatchError: a sequence names a model that the run does not have."""
     data = fetch(batch, ["extra_fields", "loss_mask"])
     found = {}
     agents: Counter[tuple[str, str]] = Counter()
     for key, said in zip(batch.keys, dicts(data["extra_fields"]), strict=True):
         found[key] = str((said or {}).get("model") or POLICY)
         if found[key] not in known:
-            raise columns.BatchError(f"row {key} is of the model {found[key]!r}; this run has {', '.join(known)}.")
+            raise columns.BatchError(f"{key} is of the model {found[key]!r}; this run has {', '.join(known)}.")
         if said and said.get("agent_id"):
             agents[found[key], str(said["agent_id"])] += 1
     masks = data["loss_mask"].unbind()

@@ -49,7 +49,7 @@ class SeparateLead(LeadMixin):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Every mini-batch between two synchronisations is scored with the weights that the servers have, which verl
-        keeps at the first one: also of a model that has no row in that one."""
+        keeps at the first one: also of a model that has no sequence in that one."""
         if not self._members:
             return super()._compute_old_log_prob(batch, metrics)
         first = self.local_trigger_step == 0 and self.parameter_sync_step > 1 and not bypass(self.config)

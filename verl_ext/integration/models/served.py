@@ -2,8 +2,8 @@
 """A further model that is never updated (``trained: false``): verl's rollout servers, with weights from disk.
 
 It has no trainer. In the run's pool its servers sleep while other models train, as those of verl's reward models do; in
-a pool of their own, which it must have with ``separate_async``, they stay awake. Nothing scores its rows: its sampler
-is its only policy, and its reference.
+a pool of their own, which it must have with ``separate_async``, they stay awake. Nothing scores its sequences: its
+sampler is its only policy, and its reference.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Served:
 
 
 def _put(batch: Any, column: str, rows: torch.Tensor) -> None:
-    """Put a column into verl's store, which returns it if all rows of the run have it."""
+    """Put a column into verl's store, which returns it if all sequences of the run have it."""
     data_plane.write(batch, {column: rows})
 
 

@@ -15,7 +15,7 @@ from verl_ext.integration.parts.update.updates import Updates
 
 
 class ModelSide:
-    """Mixin right in front of a V1 trainer of verl. The parts of a step that cut a batch, for a model's own rows.
+    """Mixin right in front of a V1 trainer of verl. The parts of a step that cut a batch, for a model's own sequences.
 
     Nothing is done without `own_parts`, as in a run with one model, whose parts are the trainer's.
     """

@@ -35,9 +35,9 @@ _PARTS: list[type[Part]] = [
     metrics_file.MetricsFile,
     nodes.Nodes,
     missing.Missing,
-    updates.Updates,  # may put the rows in another order
-    columns.Columns,  # row fields in the order of the rows, for all that follow
-    train_agents.TrainAgents,  # takes rows out, and gives the others what these earned
+    updates.Updates,  # may put the sequences in another order
+    columns.Columns,  # turn fields in the order of the turns, for all that follow
+    train_agents.TrainAgents,  # takes turns out, and gives the others what these earned
     rollouts.Rollouts,
     losses.Losses,
     imitation.Imitation,  # what the loss hybrid_imitation reads of a teacher

@@ -18,7 +18,7 @@ class Part:
     in ``self.metrics``: they join those of the step after verl has reduced its own, by the rules of `reduction`.
 
     In the hooks ``batch`` is verl's KVBatchMeta (keys, tags, partition_id, extra_info), ``metrics`` verl's own metrics
-    of this update so far, ``active`` the row fields of the batch, and ``data`` verl's DataProto with columns [B, T].
+    of this update so far, ``active`` the turn fields of the batch, and ``data`` verl's DataProto with columns [B, T].
 
     Attributes:
         config: verl's whole config.
@@ -83,11 +83,11 @@ class Part:
     # ---- one update, in the order of verl's step ----
 
     def on_sample(self, batch: Any) -> Any:
-        """The rows of the sampled prompts, before padding and balancing."""
+        """The sequences of the sampled prompts, before padding and balancing."""
         return batch
 
     def row_multiple(self, multiple: int, ranks: int) -> int:
-        """The number that verl pads the rows to a multiple of."""
+        """The number that verl pads the sequences to a multiple of."""
         return multiple
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:

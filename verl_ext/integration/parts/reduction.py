@@ -47,7 +47,7 @@ def reduced(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, flo
     """The metrics of a step.
 
     Args:
-        updates: for each update its number of rows, the weight in a mean, and its metrics.
+        updates: for each update its number of sequences, the weight in a mean, and its metrics.
 
     Returns:
         One value a name, over the updates that have it.

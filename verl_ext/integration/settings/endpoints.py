@@ -2,7 +2,7 @@
 """``verl_ext.models.<name>.endpoint``: a model that somebody else serves, over OpenAI's chat completions.
 
 Agents of a team that have it are part of the game and not of the run: a strong judge, a simulated user. What they say
-is text for the others; it makes no row, is in no statistic and is not trained on.
+is text for the others; it makes no turn, is in no statistic and is not trained on.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from verl_ext.integration.settings.options import OptionError, has_critic, optio
 
 KEY = "verl_ext.merge_turns"
 OURS = ("kpo", "divergence_augmented", "hybrid_imitation")
-"""Losses that look along a row and are computed turn by turn in a merged sequence (`verl_ext.integration.losses`)."""
+"""Losses that look along a turn and are computed turn by turn in a merged sequence (`verl_ext.integration.losses`)."""
 BY_TOKEN = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode", *OURS)
 """Losses of verl and ours that have a term a token, which the other tokens of its sequence don't enter."""
 FIXED_MODE = re.compile(r"""loss_agg_mode\s*=\s*["']([\w-]+)["']\s*[,)]""")
@@ -96,7 +96,7 @@ def _of_model(config: Any) -> str | None:
     if loss not in BY_TOKEN and fixed_mode(loss) is None:
         return f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} is a loss of sequences, as far as is known"
     mode = fixed_mode(loss) or str(select(actor, "loss_agg_mode", "token-mean"))
-    # With `updates_per_batch` a sequence of this mode is a trajectory, however many rows it has.
+    # With `updates_per_batch` a sequence of this mode is a trajectory, however many turns it has.
     by_sample = (
         mode.startswith("seq-mean-token-sum") and select(config.get("verl_ext"), "updates_per_batch") is not None
     )

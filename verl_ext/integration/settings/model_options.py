@@ -69,7 +69,7 @@ class Model:
         changes: keys of the whole config that differ, with their values.
         pool: ``{n_gpus_per_node, nnodes}`` of its own, or None for the run's.
         trained: whether it is updated; without, it is served from its path and has no trainer.
-        updates_per_batch: of its rows; None: the run's.
+        updates_per_batch: of its sequences; None: the run's.
     """
 
     name: str
@@ -263,7 +263,7 @@ def check(config: Any) -> list[str]:
 
 
 def loss_scale(config: Any) -> str:
-    """``verl_ext.loss_scale``: whether a model's loss is divided by its own rows, or by nothing."""
+    """``verl_ext.loss_scale``: whether a model's loss is divided by its own sequences or tokens, or by nothing."""
     return option(config, "loss_scale", Literal["own", "joint"], "own", "choose own or joint")
 
 
@@ -272,7 +272,7 @@ def _check_run(config: Any) -> None:
     get = lambda key: OmegaConf.select(config, key)  # noqa: E731
     refused = {
         "distillation.enabled=true: verl's teachers know one student": get("distillation.enabled"),
-        "reward.reward_model.enable=true without enable_resource_pool: it reads all rows with one tokenizer": (
+        "reward.reward_model.enable=true without enable_resource_pool: it reads all sequences with one tokenizer": (
             get("reward.reward_model.enable") and not get("reward.reward_model.enable_resource_pool")
         ),
         "actor_rollout_ref.rollout.disaggregation.enabled=true": get(
@@ -291,17 +291,17 @@ def _check_run(config: Any) -> None:
         if loss_scale(config) == "joint" and node.loss_agg_mode != "token-sum":
             raise OptionError(
                 f"{SCALE}=joint with {section}.loss_agg_mode={node.loss_agg_mode}: what a loss is divided by is "
-                "counted by each model's engine, which has its own rows only. Set "
+                "counted by each model's engine, which has its own sequences only. Set "
                 f"{section}.loss_agg_mode=token-sum, which divides by nothing, or {SCALE}=own."
             )
 
 
 def require_engines(config: Any, who: str, column: str) -> None:
-    """Refuse what needs a column of every row that a training engine computes. Raises OptionError: a model has none."""
+    """Refuse what needs a column of all turns that a training engine computes. Raises OptionError: a model has none."""
     for model in of(config):
         if not model.trained:
             raise OptionError(
-                f"{who} needs {column} of every row, which a training engine computes, and {KEY}.{model.name}.trained="
+                f"{who} needs {column} of every turn, which a training engine computes, and {KEY}.{model.name}.trained="
                 f"false has none. Set {KEY}.{model.name}.actor.optim.lr=0 instead of it, or leave out {who}."
             )
 
@@ -319,8 +319,8 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
         if decoded and _tokenizer(own) != _tokenizer(config):
             key = next(key for key in ("path", "tokenizer_path") if f"actor_rollout_ref.model.{key}" in model.changes)
             raise OptionError(
-                f"{where}.model.{key} with trainer.{decoded[0]}: verl decodes all rows with the policy's "
-                f"tokenizer there. Use verl_ext.rollouts_dir, which has each row's own, and leave out "
+                f"{where}.model.{key} with trainer.{decoded[0]}: verl decodes all sequences with the policy's "
+                f"tokenizer there. Use verl_ext.rollouts_dir, which has each turn's own, and leave out "
                 f"trainer.{decoded[0]}; or set actor_rollout_ref.model.tokenizer_path, if all models have that one."
             )
         if not model.trained and own.actor_rollout_ref.model.lora_adapter_path:
@@ -330,7 +330,7 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
             )
         if not model.trained and not config.actor_rollout_ref.rollout.calculate_log_probs:
             raise OptionError(
-                f"{where}.trained=false: its rows have the log-probabilities of their sampler alone. Set "
+                f"{where}.trained=false: its turns have the log-probabilities of their sampler alone. Set "
                 "actor_rollout_ref.rollout.calculate_log_probs=true."
             )
         for section in updated(config):
@@ -354,8 +354,8 @@ def _check_models(config: Any, further: Sequence[Model]) -> list[str]:
         )
     if select(config.get("verl_ext"), "updates_per_batch") is None:
         warnings.append(
-            f"{KEY}: with verl_ext.updates_per_batch=null a model with few rows gets a mini-batch that is mostly "
-            "padding, and its number of updates follows its rows. Set verl_ext.updates_per_batch."
+            f"{KEY}: with verl_ext.updates_per_batch=null a model with few sequences gets a mini-batch that is mostly "
+            "padding, and its number of updates follows its sequences. Set verl_ext.updates_per_batch."
         )
     return warnings
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What estimators make of the same rows: scale, agreement, who is moved, and how noisy the gradient would be.
+"""What estimators make of the same turns: scale, agreement, who is moved, and how noisy the gradient would be.
 
-The gradient is seen through the logits (arXiv 2506.12912; verl's variance proxy): token t of a row moves its logits by
+The gradient is seen through the logits (arXiv 2506.12912; verl's variance proxy): token t of a turn moves its logits by
 A_t (onehot(y_t) - pi_t), whose squared length is A_t^2 w_t with the energy w = 1 - 2 pi(y) + sum pi^2. The tokens'
 gradients count as orthogonal, so that a sum of them has the squared length sum A^2 w; without sum_pi_squared w is 1.
 Estimators differ in scale, which a learning rate makes up for, so all are compared at the scale of a reference, the
@@ -10,7 +10,7 @@ leave-one-out mean L (TRLOO, which is RLOO on single-turn data, and unbiased):
     scale = signal(A) / signal(L)                      signal: `verl_ext.lab.whatif.scale`, about sum w A (G - mu)
     noise = (sum A^2 w / scale^2) / (sum L^2 w)        1: as the reference; less: the baseline takes more off
 
-All sums are over the rows that have others to be compared with. A method that weighs prompts by something else than
+All sums are over the turns that have others to be compared with. A method that weighs prompts by something else than
 their rewards (GRPO's standard deviation) has another aim, and its noise contains the difference.
 
 The same for smaller groups, of `group` trajectories drawn without replacement from those of a prompt, many times: c is
@@ -56,7 +56,7 @@ class Comparison:
     estimators: dict[str, dict[str, Any]]  # name: statistics (`compare` has them)
     # of the advantages over all model tokens, None where one is constant
     correlation: dict[str, dict[str, float | None]]
-    refused: dict[str, str]  # name: why it cannot run on these rows
+    refused: dict[str, str]  # name: why it cannot run on these turns
     advantages: dict[str, list[torch.Tensor]]  # name: [B, T] float64 of each record
     leave_one_out: list[torch.Tensor]  # those of the reference
     rows: list[Alike]  # of each record
@@ -144,7 +144,7 @@ def _cat(each: Sequence[torch.Tensor]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """A record, the energies w [B, T] of its tokens, and which of its rows are alike."""
+    """A record, the energies w [B, T] of its tokens, and which of its turns are alike."""
 
     record: Record
     energy: torch.Tensor
@@ -155,12 +155,12 @@ class _Batch:
         return self.energy.sum(1).numpy()
 
     def inner(self, a: torch.Tensor, at: Any = slice(None)) -> np.ndarray:
-        """sum_t w A of rows, [R]."""
+        """sum_t w A of turns, [R]."""
         return (self.energy[at] * a).sum(1).numpy()
 
 
 def _of_rows(tokens: Sequence[torch.Tensor]) -> np.ndarray:
-    """Sums over the tokens of each row of all records."""
+    """Sums over the tokens of each turn of all records."""
     return _cat([one.sum(1) for one in tokens])
 
 
@@ -173,7 +173,7 @@ class _Batches:
 
     @classmethod
     def of(cls, records: Sequence[Record], loo: Sequence[torch.Tensor], energies: bool, by_turn: bool) -> _Batches:
-        """Rows are alike by the leave-one-out advantages `loo`; without `energies` each token has the energy 1."""
+        """Turns are alike by the leave-one-out advantages `loo`; without `energies` each token has the energy 1."""
         masks = [record.tokens["response_mask"].bool() for record in records]
         batches = []
         for record, one, mask in zip(records, loo, masks, strict=True):
@@ -182,7 +182,7 @@ class _Batches:
         return cls(batches, masks)
 
     def power(self, tokens: Sequence[torch.Tensor]) -> float:
-        """sum w A^2 over the rows that have others."""
+        """sum w A^2 over the turns that have others."""
         compared = _cat([torch.from_numpy(batch.rows.size > 1) for batch in self.each])
         return float(_of_rows([b.energy * one**2 for b, one in zip(self.each, tokens, strict=True)]) @ compared)
 
@@ -199,7 +199,7 @@ class _Batches:
 def _alpha(
     batch: _Batch, name: str, at: np.ndarray, copies: np.ndarray, again: np.ndarray, *, published: bool, alone: bool
 ) -> np.ndarray:
-    """Mean advantages of the rows of `replaced`, weighted by w, [R]; 0 where it cannot run there."""
+    """Mean advantages of the turns of `replaced`, weighted by w, [R]; 0 where it cannot run there."""
     try:
         parts = _calls(batch.record, at, copies, name, published, alone, again)
         inner = np.concatenate([batch.inner(a, at[part]) for part, a in parts] or [np.zeros(0)])
@@ -218,7 +218,7 @@ def _calls(
     alone: bool,
     again: np.ndarray | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The advantages of an estimator on several batches of rows, `rows` and `batches` [R] sorted by the latter: slices
+    """The advantages of an estimator on several batches of turns, `rows` and `batches` [R] sorted by the latter: slices
     of them and [., T] float64. A call has some four million tokens, or one batch where `alone`.
     """
     algorithm = _published(record) if published else None
@@ -232,7 +232,7 @@ def _calls(
 
 
 def _batch_wide(record: Record, found: torch.Tensor, name: str) -> bool:
-    """Whether the advantages `found` of a record's rows change when other prompts are in the batch."""
+    """Whether the advantages `found` of a record's turns change when other prompts are in the batch."""
     trajectory, prompt, places = _trajectories(record)
     half = (places < np.maximum(np.bincount(prompt)[prompt] // 2, 1))[trajectory].nonzero()[0]
     at = np.concatenate([np.arange(len(trajectory)), half])
@@ -257,7 +257,7 @@ def _checked(group: int, records: Sequence[Record]) -> int:
 
 
 def _leave_one_out(records: Sequence[Record]) -> tuple[str, list[torch.Tensor]]:
-    """The reference, under its published options: TRLOO, or RLOO over rows where turns have no rewards."""
+    """The reference, under its published options: TRLOO, or RLOO over turns where turns have no rewards."""
     reasons = []
     for name in ("trloo", "rloo"):
         try:
@@ -280,7 +280,7 @@ def _energy(record: Record) -> torch.Tensor:
 
 
 def _labels(records: Sequence[Record], field: str) -> list[str]:
-    """A row field of all rows as text; none where a record lacks it."""
+    """A turn field of all turns as text; none where a record lacks it."""
     there = all(field in record.columns for record in records)
     return [str(value) for record in records for value in record.columns[field]] if there else []
 
@@ -309,7 +309,7 @@ def _correlation(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, float | N
 
 
 def _trajectories(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Trajectory of each row [B], prompt of each trajectory [M], its number within the prompt [M]."""
+    """Trajectory of each turn [B], prompt of each trajectory [M], its number within the prompt [M]."""
     split = [split_key(key) for key in record.keys]
     trajectory = value_ids([traj for _, traj, _ in split])
     _, first = np.unique(trajectory, return_index=True)
@@ -322,7 +322,7 @@ def _trajectories(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Of the draws from one record: how often a row was drawn, and sum and sum of squares of its advantages."""
+    """Of the draws from one record: how often a turn was drawn, and sum and sum of squares of its advantages."""
 
     sums: torch.Tensor  # [3, B, T] float64
     signal: float  # sum w A (G - mu) over the draws
@@ -399,7 +399,7 @@ def _resampled(
 
 
 def _chosen(record: Record, draws: int, group: int, generator: np.random.Generator) -> np.ndarray:
-    """Rows of the drawn trajectories, [draws, B] bool: `group` of each prompt that has more."""
+    """Turns of the drawn trajectories, [draws, B] bool: `group` of each prompt that has more."""
     trajectory, prompt, _ = _trajectories(record)
     sizes = np.bincount(prompt)
     order = np.lexsort((generator.random((draws, len(prompt))), np.broadcast_to(prompt, (draws, len(prompt)))))
@@ -426,7 +426,7 @@ def _sums(batch: _Batch, chosen: np.ndarray, name: str, published: bool, alone: 
 
 
 def _left_out(batch: _Batch, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each draw and group of rows that are alike the mean return of those not drawn, and whether there are any."""
+    """Of each draw and group of turns that are alike the mean return of those not drawn, and whether there are any."""
     draws, rows = (~chosen).nonzero()
     groups = int(batch.rows.group.max()) + 1
     key, power = draws * groups + batch.rows.group[rows], batch.power()

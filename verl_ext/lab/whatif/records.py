@@ -43,16 +43,16 @@ class Record:
     step: int  # training step
     keys: list[str]  # [B] storage keys, ``{uid}_{session}_{index}``
     tokens: dict[str, torch.Tensor]  # name: [B, T]; the first three of `TOKENS` and what else the run had
-    columns: dict[str, np.ndarray]  # name: [B], a row field
-    missing: dict[str, str]  # name: why a row field is not there
+    columns: dict[str, np.ndarray]  # name: [B], a turn field
+    missing: dict[str, str]  # name: why a turn field is not there
     algorithm: DictConfig  # verl's node of that name
     temperature: float  # of the rollouts
     prompts: list[torch.Tensor]  # [B] int, token ids
     responses: list[torch.Tensor]  # as `prompts`
 
     def drawn(self, rows: np.ndarray, copies: np.ndarray, again: np.ndarray | None = None) -> Record:
-        """The rows at positions `rows` [R]; those of each of the `copies` [R] are a batch of prompts of their own, and
-        those where `again` [R] is True another trajectory than the same rows where it is not."""
+        """The turns at positions `rows` [R]; those of each of the `copies` [R] are a batch of prompts of their own, and
+        those where `again` [R] is True another trajectory than the same turns where it is not."""
         split = [split_key(self.keys[row]) for row in rows]
         marks = ["+" if one else "" for one in (again if again is not None else np.zeros(len(rows)))]
         keys = [
@@ -155,9 +155,9 @@ def check_changes(changes: Sequence[str], recorded: DictConfig) -> None:
 
 
 def _column(column: Any, size: int) -> np.ndarray:
-    """A row field as the trainer has it: numbers in an array of theirs, all else in one of objects."""
+    """A turn field as the trainer has it: numbers in an array of theirs, all else in one of objects."""
     if len(column) != size:
-        raise ValueError(f"a row field has {len(column)} entries for {size} rows")
+        raise ValueError(f"a turn field has {len(column)} entries for {size} rows")
     return column.numpy() if isinstance(column, torch.Tensor) else np.fromiter(column, dtype=object, count=size)
 
 
@@ -190,9 +190,9 @@ def known(names: Collection[str] = (), algorithms: Sequence[Any] = ()) -> list[s
 
 
 def advantages(record: Record, name: str, algorithm: Any = None) -> torch.Tensor:
-    """The advantages that a registered estimator gives the rows of a record, [B, T] float64, 0 off the model tokens.
+    """The advantages that a registered estimator gives the turns of a record, [B, T] float64, 0 off the model tokens.
 
-    `algorithm` is verl's node, if not the record's. Raises BatchError: it cannot run on these rows; RecordError: an
+    `algorithm` is verl's node, if not the record's. Raises BatchError: it cannot run on these turns; RecordError: an
     option of it has no such value.
     """
     with _quiet():

@@ -4,7 +4,7 @@
 Of the gradient E[A grad log pi] the part along the true one is E[A (G - mu)] of a sample, with G its return and mu the
 mean return of its like. It is the same for every baseline that the sample itself has no part in, ideal or noisy. To
 measure A against the leave-one-out mean L instead would take the noise of L for its scale, and nothing could be quieter
-than L. Samples that are alike are the rows of a prompt and turn (the groups of L); with sums over them
+than L. Samples that are alike are the turns of a prompt with one index (the groups of L); with sums over them
 
     inside = sum W (alpha - mean alpha) (G - mean G)        alpha = sum_t w A / W,   W = sum_t w,   means weighted by W
     signal = inside (1 + follows nu / (1 - nu))        nu = sum W^2 / (sum W)^2, 1/n for equal weights
@@ -31,10 +31,10 @@ PLACES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Alike:
-    """The rows of a record that are compared with each other, and their returns."""
+    """The turns of a record that are compared with each other, and their returns."""
 
     group: np.ndarray  # [B] int64, contiguous from 0
-    size: np.ndarray  # [B], rows of the row's group
+    size: np.ndarray  # [B], turns of the turn's group
     G: np.ndarray  # [B], the return less the mean of its group; 0 in a group of one
 
     def mean(self, values: np.ndarray, power: np.ndarray) -> np.ndarray:
@@ -59,12 +59,12 @@ def replaced(
     """Batches in which one trajectory of each prompt has given way to a copy of the next one.
 
     Args:
-        trajectory: [B] of each row.
+        trajectory: [B] of each turn.
         prompt: [M] of each trajectory.
         places: [M] number of each trajectory within its prompt.
 
     Returns:
-        positions of rows [R], the batch of each, and whether it is the copy.
+        positions of turns [R], the batch of each, and whether it is the copy.
     """
     sizes = np.bincount(prompt)[prompt]
     rows, batches, again = [], [], []
@@ -108,7 +108,7 @@ def _changes(
     rows: Alike, power: np.ndarray, inner: np.ndarray, at: np.ndarray, batch: np.ndarray, alpha: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of each group, summed over the batches that leave it as large as it was: the change of the mean return times that
-    of the mean of alpha, and times what that would be if no other row's advantage changed.
+    of the mean of alpha, and times what that would be if no other turn's advantage changed.
     """
     width, groups = int(batch.max(initial=0)) + 1, int(rows.group.max()) + 1
     key = rows.group[at] * width + batch

@@ -25,7 +25,7 @@ CORRELATION = "Correlation over model tokens"
 
 
 def run_of(comparison: Comparison) -> str:
-    """The estimator under which the rows were recorded, or the reference where the runs had different ones."""
+    """The estimator under which the turns were recorded, or the reference where the runs had different ones."""
     names = {name if len(found) == 1 else "mix" for found in _recorded(comparison) for name in found}
     return names.pop() if len(names) == 1 else comparison.reference
 
@@ -67,13 +67,13 @@ def headline(comparison: Comparison) -> list[str]:
     tokens = sum(int(one.tokens["response_mask"].sum()) for one in records)
     own = ", ".join(" + ".join(names) for names in _recorded(comparison))
     lines = [
-        f"{rows} rows of {prompts} prompts, {tokens} model tokens (step {steps}), recorded under {own}",
+        f"{rows} turns of {prompts} prompts, {tokens} model tokens (step {steps}), recorded under {own}",
         f"compared with the leave-one-out mean ({comparison.reference})",
     ]
     if comparison.group:
         lines.append(f"smaller groups: {comparison.group} trajectories a prompt")
     if single := sum(int((one.size == 1).sum()) for one in comparison.rows):
-        lines.append(f"scale and noise leave out {single} rows that no other of their prompt and turn is there for")
+        lines.append(f"scale and noise leave out {single} turns without another of their prompt and turn_index")
     if not comparison.energies:
         lines.append("no sum_pi_squared was recorded: every token counts alike")
     return lines
@@ -95,7 +95,7 @@ def text(comparison: Comparison) -> str:
             lines += ["", title, _frame(one)]
     lines += ["", ABOUT]
     if comparison.refused:
-        lines += ["", "Not on these rows:", *(f"  {name}: {why}" for name, why in comparison.refused.items())]
+        lines += ["", "Not on these turns:", *(f"  {name}: {why}" for name, why in comparison.refused.items())]
     return "\n".join(lines)
 
 
@@ -125,7 +125,7 @@ def html_page(comparison: Comparison) -> str:
         data={},
         body=paragraphs(headline(comparison)) + tables,
         about=paragraphs([ABOUT]),
-        refused=("<h2>Not on these rows</h2>" if refused else "") + paragraphs(refused),
+        refused=("<h2>Not on these turns</h2>" if refused else "") + paragraphs(refused),
     )
 
 

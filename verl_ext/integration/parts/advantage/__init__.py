@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the rows of a batch up to the advantage."""
+"""What happens to the turns of a batch up to the advantage."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row fields of the batch's turns: read once, kept for all parts; and turns that their agent loop took out are not
+"""The fields of the batch's turns: read once, kept for all parts; and turns that their agent loop took out are not
 trained on.
 
 What verl has stored are sequences, and which turns they hold is said here (`verl_ext.integration.turns`). A turn whose
@@ -54,10 +54,10 @@ class Columns(Part):
             _mark_empty(batch, masks)
         said = [{}] * len(batch) if data is None else dicts(data)
         self._extra = dict(zip(batch.keys, [{} if row is None else row for row in said], strict=True))
-        self._of_padding = self._extra[batch.keys[0]]  # verl makes padding from the first row
+        self._of_padding = self._extra[batch.keys[0]]  # verl makes padding from the first sequence
         for key, row in self._extra.items():
             if not isinstance(row, Mapping):
-                raise TypeError(f"extra_fields of row {key} is a {type(row).__name__}; an agent loop returns a dict")
+                raise TypeError(f"extra_fields of {key} is a {type(row).__name__}; an agent loop returns a dict")
         out = [key for key, row in self._extra.items() if not columns.truth(row, "valid_row", key)]
         return take_out(batch, out) if out else batch
 
@@ -167,18 +167,18 @@ def store_numbers(batch: Any, turns: Turns) -> None:
 
 
 def _mark_empty(batch: Any, masks: Any) -> None:
-    """Say in the tags which rows have no token of the model in their `masks`."""
+    """Say in the tags which sequences have no token of the model in their `masks`."""
     for tag, mask in zip(batch.tags, masks.unbind(), strict=True):
         if not mask.any():
             tag[columns.EMPTY] = True
 
 
 def take_out(batch: Any, keys: Sequence[str]) -> Any:
-    """Set the masks of the rows `keys` to 0 in verl's store, and say so in their tags.
+    """Set the masks of the sequences `keys` to 0 in verl's store, and say so in their tags.
 
     Args:
         batch: verl's KVBatchMeta; its tags are changed.
-        keys: storage keys of the rows.
+        keys: their storage keys.
     """
     import torch
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advantage: options of the estimators, the rewards they get, the rows they see, and what comes out.
+"""The advantage: options of the estimators, the rewards they get, the turns they see, and what comes out.
 
-verl's own estimators know nothing of ``valid_row``. They are called on the rows that are trained on alone, in a mixture
-or by themselves, and their results go to those rows; ours take all rows and leave the others out themselves.
+verl's own estimators know nothing of ``valid_row``. They are called on the turns that are trained on alone, in a
+mixture or by themselves, and their results go to those turns; ours take all turns and leave the others out themselves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from verl_ext.integration.settings.options import OptionError, discount, has_cri
 DISCOUNTED = ("trloo", "hgpo", "gigpo")
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 OF_ROWS = ("rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "grpo_vectorized")
-"""Estimators of verl that compare the rows of a prompt."""
+"""Estimators of verl that compare the turns of a prompt."""
 WEIGHTED = {"otb", *VERL_OTB}
-"""Estimators whose sums weigh a sample by what the loss takes of it: rejected rows leave them."""
+"""Estimators whose sums weigh a sample by what the loss takes of it: rejected turns leave them."""
 OF_ALL_AGENTS = ("dr_mas", "mix")
 """Estimators that see the prompts as they are where agents have a reward each: the level of dr_mas says whom it
 compares, and each part of a mixture sees its own."""
@@ -98,8 +98,8 @@ def _check_verls(config: Any, names: Sequence[str]) -> None:
             raise OptionError(f"{key} needs the values of a critic, and this run has none. Set critic.enable=true.")
     if select(config.algorithm, "use_pf_ppo"):
         raise OptionError(
-            "algorithm.use_pf_ppo=true draws rows anew after gae, and verl's V1 trainer stores what was drawn under "
-            "the keys of the rows before (verl issue 7956); other estimators leave it out. Set it to false."
+            "algorithm.use_pf_ppo=true draws sequences anew after gae, and verl's V1 trainer stores what was drawn "
+            "under the keys of those before (verl issue 7956); other estimators leave it out. Set it to false."
         )
 
 
@@ -112,8 +112,8 @@ def _agents_statistics(options: Mapping[str, Any]) -> None:
 
 
 def told(config: Any, who: str, field: str) -> list[str]:
-    """Warnings about a row field that verl's own agent loops say nothing of, as far as the data name no other loop.
-    Raises OptionError: no row can have it, since nothing but verl's loop of a single turn plays."""
+    """Warnings about a turn field that verl's own agent loops say nothing of, as far as the data name no other loop.
+    Raises OptionError: no turn can have it, since nothing but verl's loop of a single turn plays."""
     agent = select(select(config.actor_rollout_ref, "rollout"), "agent")
     loop = str(select(agent, "default_agent_loop"))
     if loop not in VERLS_LOOPS or select(agent, "agent_loop_config_path") or select(agent, "agent_loop_manager_class"):
@@ -123,8 +123,8 @@ def told(config: Any, who: str, field: str) -> list[str]:
         return []
     ours = "verl_ext_step_wise" if field == "anchor_obs" else "verl_ext_orchestra or verl_ext_gateway"
     message = (
-        f"{who} needs the row field {field!r}, of which actor_rollout_ref.rollout.agent.default_agent_loop={loop} says "
-        f"nothing. Set it to {ours}, or to a loop of your own that puts it in AgentLoopOutput.extra_fields"
+        f"{who} needs the turn field {field!r}, of which actor_rollout_ref.rollout.agent.default_agent_loop={loop} "
+        f"says nothing. Set it to {ours}, or to a loop of your own that puts it in AgentLoopOutput.extra_fields"
     )
     if named == {"single_turn_agent"}:
         raise OptionError(f"{message}; or name such loops in the data's column `agent_name`.")
@@ -144,13 +144,13 @@ def _alone(config: Any, names: list[str]) -> list[str]:
 
 
 def _rows(config: Any, names: list[str]) -> list[str]:
-    """verl 0.9.1 has one row of a trajectory compared for ``grpo`` alone (trainer/ppo/v1/utils.py)."""
+    """verl 0.9.1 has one turn of a trajectory compared for ``grpo`` alone (trainer/ppo/v1/utils.py)."""
     taken = [name for name in names if name in OF_ROWS]
     loops = sorted(verl_api.agent_loops(config)) if verl_api.loops_named(config) else []
     if not taken or not loops:
         return []
     return [
-        f"verl's {' and '.join(taken)} takes each row for a sample: where a trajectory of {' or '.join(loops)} has "
+        f"verl's {' and '.join(taken)} takes each turn for a sample: where a trajectory of {' or '.join(loops)} has "
         "several, it counts so often in the baseline of its prompt. grpo compares trajectories, and trloo their turns."
     ]
 
@@ -170,7 +170,7 @@ def _gamma(config: Any, names: list[str]) -> list[str]:
 def estimate(
     verls: Callable[..., Any], data: Any, keys: list[str], name: Any, active: ActiveBatch, **settings: Any
 ) -> Any:
-    """verl's ``compute_advantage_for_multi_trajectories`` with the row fields at hand, and the parts of a mixture
+    """verl's ``compute_advantage_for_multi_trajectories`` with the turn fields at hand, and the parts of a mixture
     computed by verl too: `data` with ``advantages`` and ``returns`` [B, T]. Where agents have rewards each, the samples
     of a prompt are those of one agent."""
 
@@ -235,7 +235,7 @@ def estimate(
 
 
 def _spoken(rows: torch.Tensor, mask: torch.Tensor, trajectories: Sequence[Any]) -> torch.Tensor:
-    """`rows` with a token in `mask`, where their trajectory has one: verl's grpo hands all rows of a trajectory what
+    """`rows` with a token in `mask`, where their trajectory has one: verl's grpo hands all turns of a trajectory what
     the first token of the last one gets, and a last call may be without a token."""
     spoken = mask.any(-1)
     some = {uid for uid, one in zip(trajectories, spoken.tolist(), strict=True) if one}
@@ -243,8 +243,8 @@ def _spoken(rows: torch.Tensor, mask: torch.Tensor, trajectories: Sequence[Any])
 
 
 def over_gaps(verls: Callable[..., Any], data: Any, active: ActiveBatch, **settings: Any) -> Any:
-    """verl's ``gae`` on the sequences: values and deltas run from turn to turn over what lies between, where a row a
-    call ends an episode with each call. Each turn's reward is on its last token, where it is known; otherwise the
+    """verl's ``gae`` on the sequences: values and deltas run from turn to turn over what lies between, where a sequence
+    a call ends an episode with each. Each turn's reward is on its last token, where it is known; otherwise the
     outcome is on the last turn's. `data` is of turns, as is what comes back."""
     from tensordict import TensorDict
 
@@ -268,11 +268,11 @@ def over_gaps(verls: Callable[..., Any], data: Any, active: ActiveBatch, **setti
 
 
 def complete(active: ActiveBatch, data: Any) -> None:
-    """Add the token columns that verl already fetched, and settle the reward of each row.
+    """Add the token columns that verl already fetched, and settle the reward of each turn.
 
-    A trajectory of one row has the reward of its row. Where agents have rewards each (``agent_reward``), a row's is its
-    agent's, and no longer the trajectory's, which is all that verl can store. KL-in-reward is part of
-    `token_level_rewards` only, so its share is added to the rewards that came with the rows.
+    A trajectory of one turn has the reward of its turn. Where agents have rewards each (``agent_reward``), a turn's is
+    its agent's, and no longer the trajectory's, which is all that verl can store. KL-in-reward is part of
+    `token_level_rewards` only, so its share is added to the rewards that came with the turns.
     """
     for name in columns.TOKEN_COLUMNS:
         if name in data.batch.keys():
@@ -305,8 +305,8 @@ def complete(active: ActiveBatch, data: Any) -> None:
 
 
 def check_rewards(fields: Mapping[str, Any], token_level_rewards: torch.Tensor, keys: Sequence[str]) -> None:
-    """Refuse a NaN or infinite reward, of tokens [B, T] or of a row's turn. Raises BatchError: names uid, trajectory
-    and turn of the first bad row."""
+    """Refuse a NaN or infinite reward, of tokens [B, T] or of a turn. Raises BatchError: names uid, trajectory
+    and turn of the first bad turn."""
     bad = ~torch.isfinite(token_level_rewards).all(-1)
     if "turn_reward" in fields:
         bad |= ~torch.isfinite(torch.as_tensor(fields["turn_reward"]))
@@ -317,18 +317,18 @@ def check_rewards(fields: Mapping[str, Any], token_level_rewards: torch.Tensor, 
     uid, traj, turn = split_key(keys[row])
     reward = fields["turn_reward"][row] if "turn_reward" in fields else token_level_rewards[row].sum().item()
     raise BatchError(
-        f"reward {reward} in row {keys[row]}: prompt uid {uid}, trajectory {traj}, turn {turn} "
-        f"({int(bad.sum())} such rows in the batch). A reward must be finite: mend the reward function or agent loop."
+        f"reward {reward} of {keys[row]}: prompt uid {uid}, trajectory {traj}, turn {turn} "
+        f"({int(bad.sum())} such turns in the batch). A reward must be finite: mend the reward function or agent loop."
     )
 
 
 def check_advantages(advantages: torch.Tensor, keys: Sequence[str], estimator: str) -> None:
     """Refuse a NaN or infinite advantage before it reaches the weights. Raises BatchError: names the estimator and the
-    first bad row."""
+    first bad turn."""
     bad = ~torch.isfinite(advantages).all(-1)
     if bool(bad.any()):
         uid, traj, turn = split_key(keys[int(bad.nonzero()[0, 0])])
         raise BatchError(
-            f"estimator {estimator!r} gave an advantage that is not finite in {int(bad.sum())} rows, the first is "
+            f"estimator {estimator!r} gave an advantage that is not finite in {int(bad.sum())} turns, the first is "
             f"prompt uid {uid}, trajectory {traj}, turn {turn}."
         )

@@ -2,7 +2,7 @@
 """Modifiers of the advantage: ``algorithm.modifiers: {empg: true}``, after whatever estimator or mixture computed it.
 
 The only one so far is EMPG (`verl_ext.methods.empg`), with its options at ``algorithm.empg.*``. Its entropy is that of
-the old policy, which verl's pass for the old log-probabilities stores. Rejected rows are without tokens by then: they
+the old policy, which verl's pass for the old log-probabilities stores. Rejected turns are without tokens by then: they
 are neither in the batch's extremes and means nor a next step.
 """
 

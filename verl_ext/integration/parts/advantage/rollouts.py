@@ -37,12 +37,12 @@ class Rollouts(Part):
 def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_fields: Sequence[Any]) -> dict[str, float]:
     """Means of the numbers that came with the trajectories, and counts of what went wrong.
 
-    Each trajectory counts once, by its last row, whatever the number of its rows and whether it is trained on.
+    Each trajectory counts once, by its last turn, whatever the number of its turns and whether it is trained on.
 
     Args:
-        columns: ``traj_uid``, ``turn_index`` (the largest is the last row) and ``valid_row``, all [B].
-        tags: verl's tags of the rows; rows that verl made to fill a mini-batch (``is_padding``) are left out.
-        extra_fields: the agent loop's dict of every row, of which ``reward_extra_info`` (numbers by name), ``failure``
+        columns: ``traj_uid``, ``turn_index`` (the largest is the last turn) and ``valid_row``, all [B].
+        tags: verl's tags of their sequences; those that verl made to fill a mini-batch (``is_padding``) are left out.
+        extra_fields: the agent loop's dict of every turn, of which ``reward_extra_info`` (numbers by name), ``failure``
             and ``stop_reason`` (str) are read where they are present.
 
     Returns:
@@ -86,13 +86,13 @@ def rollout_metrics(columns: Mapping[str, Any], tags: Sequence[Any], extra_field
 
 
 def require_a_row(columns: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Refuse a batch of which no row may be trained on; verl would divide by nothing or fail in its own words. Raises
+    """Refuse a batch of which no turn may be trained on; verl would divide by nothing or fail in its own words. Raises
     BatchError: names the reasons that the agent loops gave."""
     if np.asarray(columns["valid_row"], dtype=bool).any():
         return
     prefix = "rollout/failures/"
     reasons = [f"{name[len(prefix) :]}: {n:.0f}" for name, n in metrics.items() if name.startswith(prefix)]
     raise BatchError(
-        f"no row of this batch can be trained on (failed trajectories: {', '.join(reasons) or 'none reported'}). The "
+        f"no turn of this batch can be trained on (failed trajectories: {', '.join(reasons) or 'none reported'}). The "
         "log of the agent loop workers says what happened in each."
     )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl_ext.train_agents``: rows of other agents are in the transcripts, in no statistic, and not trained on.
+"""``verl_ext.train_agents``: turns of other agents are in the transcripts, in no statistic, and not trained on.
 
-A row of another agent is taken out as if its agent loop had said ``valid_row: false``. What it earned stays: the
-``turn_reward`` of each row that is left becomes
+A turn of another agent is taken out as if its agent loop had said ``valid_row: false``. What it earned stays: the
+``turn_reward`` of each turn that is left becomes
 
     R_i = G_i - gamma^(turn_index[next(i)] - turn_index[i]) * G_next(i)
 
-with gamma that of the run's estimators, G_i the discounted return over all rows of the trajectory and next(i) the next
-row that is left. So the returns of the agents that are trained are what they would be with all rows: a planner gets
+with gamma that of the run's estimators, G_i the discounted return over all turns of the trajectory and next(i) the next
+turn that is left. So the returns of the agents that are trained are what they would be with all turns: a planner gets
 what its workers earn after it. Of agents that have a reward each (``agent_reward``), none gets another's.
 """
 
@@ -44,13 +44,13 @@ def train_agents(config: Any) -> tuple[str, ...]:
 
 def turn_discount(algorithm: Any) -> float:
     """The discount a turn of the run's estimators, or ``algorithm.gamma`` where none has one. Raises OptionError: they
-    have several, and a row would have earned a different amount for each."""
+    have several, and a turn would have earned a different amount for each."""
     used = {name: ESTIMATORS[name] for name in component_names(algorithm) if name in ESTIMATORS}
     found = {name: one.settings(algorithm)["gamma"] for name, one in used.items() if "gamma" in one.parameters.options}
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name}: {gamma:g}" for name, gamma in found.items())
         raise OptionError(
-            "verl_ext.train_agents gives rows what those after them earned, discounted by one gamma, but the "
+            "verl_ext.train_agents gives turns what those after them earned, discounted by one gamma, but the "
             f"estimators have several ({said}). Set algorithm.gamma, and no algorithm.<method>.gamma but the same."
         )
     return float(next(iter(found.values()), discount(algorithm)))
@@ -81,14 +81,14 @@ class TrainAgents(Part):
         if not set(names) & set(self.names):
             known = sorted({str(name) for name in names})
             raise BatchError(
-                f"verl_ext.train_agents names {', '.join(self.names)}; the rows are of {', '.join(known)}."
+                f"verl_ext.train_agents names {', '.join(self.names)}; the turns are of {', '.join(known)}."
             )
         unseen = [name for name in self.names if name not in names and name not in self._warned]
         if unseen:
             self._warned |= set(unseen)
             known = sorted({str(name) for name in names})
             logger.warning(
-                "verl_ext.train_agents names %s, of whom this batch has no row; its rows are of %s",
+                "verl_ext.train_agents names %s, of whom this batch has no turn; its turns are of %s",
                 ", ".join(unseen),
                 ", ".join(known),
             )
@@ -109,16 +109,16 @@ class TrainAgents(Part):
 
 
 def carried(columns: Any, valid: np.ndarray, trained: np.ndarray, gamma: float) -> np.ndarray:
-    """The rewards of the rows that are trained on with what the rows after them earned.
+    """The rewards of the turns that are trained on with what the turns after them earned.
 
     Args:
         columns: ``traj_uid`` [B] object, ``turn_index`` [B] int64 and ``turn_reward`` [B] float64.
-        valid: [B] bool, rows that are samples.
+        valid: [B] bool, turns that are samples.
         trained: [B] bool, those of them that are trained on.
         gamma: discount a turn.
 
     Returns:
-        [B] float64; 0 for samples that are not trained on. What was earned before a trajectory's first row that is
+        [B] float64; 0 for samples that are not trained on. What was earned before a trajectory's first turn that is
         left is nobody's.
     """
     samples = np.flatnonzero(valid)
@@ -128,7 +128,7 @@ def carried(columns: Any, valid: np.ndarray, trained: np.ndarray, gamma: float) 
     left = samples[trained[samples]]
     order, place = chronology(trajectory[trained[samples]], columns["turn_index"][left])
     rows = left[order]
-    following = np.append(place[1:] > 0, False)[: rows.size]  # another row of its trajectory comes after it
+    following = np.append(place[1:] > 0, False)[: rows.size]  # another turn of its trajectory comes after it
     after = np.where(following, np.roll(returns[rows], -1), 0.0)
     gap = np.where(following, np.diff(columns["turn_index"][rows], append=0), 0)
     rewards = np.where(valid & ~trained, 0.0, columns["turn_reward"])

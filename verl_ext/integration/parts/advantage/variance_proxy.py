@@ -20,7 +20,7 @@ from verl_ext.integration.parts.base import Part
 
 
 class VarianceProxy(Part):
-    """Keeps the real rows from the advantage to the update, whose gradient norm verl's metrics need."""
+    """Keeps the real turns from the advantage to the update, whose gradient norm verl's metrics need."""
 
     _rows: Any = None
 

@@ -68,14 +68,14 @@ def record_of(
     tokens: Mapping[str, torch.Tensor],
     texts: Mapping[str, Sequence[torch.Tensor]],
 ) -> dict[str, Any]:
-    """The samples of a batch as a file holds them: rows that are padding, or that their agent loop took out, are not.
+    """The samples of a batch as a file holds them: turns that are padding, or that their agent loop took out, are not.
 
     Args:
         step: training step.
         keys: [B] storage keys.
-        active: row fields, completed for the estimator.
+        active: turn fields, completed for the estimator.
         tokens: [B, T] tensors, of `TOKENS`.
-        texts: ``prompts`` and ``responses``, [B] token ids of each row.
+        texts: ``prompts`` and ``responses``, [B] token ids of each turn.
 
     Returns:
         ``format, step, keys`` [V], ``tokens`` (name: [V, T] tensor), ``columns`` (name: [V] tensor or list),

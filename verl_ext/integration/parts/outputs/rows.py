@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line a row: who spoke, in which turn, for what reward and advantage (``verl_ext.rows_dir``)."""
+"""One line a turn: who spoke, in which turn, for what reward and advantage (``verl_ext.rows_dir``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from verl_ext.integration.settings import model_options
 from verl_ext.integration.settings.options import select
 
 OF_KERNELS = ("correct", "speedup", "coverage", "decoy", "kernel_status")
-"""Row fields of the loop ``verl_ext_kernels``, written where the rows have them."""
+"""Turn fields of the loop ``verl_ext_kernels``, written where the turns have them."""
 
 
 TYPED: Mapping[str, type] = {"agent_id": str, "model": str, "turn_reward": float, "is_action_valid": bool}
-"""Row fields that are written where the rows have them, and what they are in the file."""
+"""Turn fields that are written where the turns have them, and what they are in the file."""
 
 
 class Rows(Part):
@@ -41,16 +41,16 @@ class Rows(Part):
 
 
 def row_records(columns: Mapping[str, Any], data: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Records of the real rows of a batch, in order of prompt, trajectory and turn.
+    """Records of the real turns of a batch, in order of prompt, trajectory and turn.
 
     Args:
-        columns: row fields by name, each of length B.
+        columns: turn fields by name, each of length B.
         data: verl's DataProto with ``advantages``, ``returns``, ``response_mask`` and ``token_level_rewards`` [B, T].
-        keys: storage keys of the rows.
+        keys: storage keys of the turns.
 
     Returns:
         Dicts with ``key, index, traj_uid, turn_index, agent_id, turn_reward, score, response_tokens, advantage``;
-        ``advantage`` is the mean over the row's model tokens (the row's scalar, for a method that has one).
+        ``advantage`` is the mean over the turn's model tokens (the turn's scalar, for a method that has one).
     """
     tokens = data.batch["response_mask"].sum(-1)
     mean_advantage = row_advantages(data.batch["advantages"], data.batch["response_mask"])

@@ -5,7 +5,7 @@ verl logs the traceback of a rollout whose agent loop raises and goes on with th
 notes it in verl's store (`notes`), so that the trainer knows of each, also of a prompt that lost all. More than
 ``verl_ext.max_missing_share`` of a batch missing ends the training with the first traceback; in validation a lost
 rollout is a sample with reward 0. A loop that returns nothing on purpose raises nothing and is not missing, and neither
-is what a ``__rollout_n__`` of the data leaves out: what is due is what has ended, with rows or with an error.
+is what a ``__rollout_n__`` of the data leaves out: what is due is what has ended, with sequences or with an error.
 
 Where verl drops each prompt that lost a rollout and begins another (its asynchronous modes, and
 ``trainer.v1.sampler.sync_refill_failed_groups``), it would do so for ever if each prompt loses one, so that these
@@ -101,7 +101,7 @@ class Missing(Part):
             batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
         except MissingRollouts:  # of `_refill`, and a RuntimeError too
             raise
-        except RuntimeError as error:  # verl's word for a batch without any row
+        except RuntimeError as error:  # verl's word for a batch without any sequence
             lost = take_lost(partition_id)
             if lost:
                 raise MissingRollouts(self._message(lost, len(lost))) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm of each agent's part of the gradient, on the trainer's side: ``verl_ext.agent_gradients``.
 
-The engine's side, and what the figure is: `verl_ext.integration.engines.agent_gradients`. Here the rows get a column
-that says whose they are, and the norms, which the engine logs by number, get the agents' names.
+The engine's side, and what the figure is: `verl_ext.integration.engines.agent_gradients`. Here the sequences get a
+column that says whose they are, and the norms, which the engine logs by number, get the agents' names.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AgentGradients(Part):
 
 
 def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str], turns: Turns | None = None) -> dict[str, str]:
-    """The agent of each sequence, whose turns are all of one, by its storage key. Raises RowFieldMissing: the rows
+    """The agent of each sequence, whose turns are all of one, by its storage key. Raises RowFieldMissing: the sequences
     carry no ``agent_id``."""
     if "agent_id" not in columns:
         raise demand("agent_id", KEY)
@@ -71,8 +71,8 @@ def agent_by_key(columns: Mapping[str, Any], keys: Sequence[str], turns: Turns |
 def number_agents(
     agent_of: Mapping[str, str], keys: Sequence[str], others: Sequence[bool]
 ) -> tuple[list[str], torch.Tensor]:
-    """The agents of the rows [B] of a batch in alphabetical order, and the column `AGENT`; `others` [B] are the rows
-    that no update is made of."""
+    """The agents of the sequences [B] of a batch in alphabetical order, and the column `AGENT`; `others` [B] are the
+    sequences that no update is made of."""
     of_row = [None if other else agent_of[key] for key, other in zip(keys, others, strict=True)]
     names = sorted({name for name in of_row if name is not None})
     place = {name: number for number, name in enumerate(names)}
@@ -81,7 +81,7 @@ def number_agents(
 
 def named_metrics(metrics: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
     """What the engine reported by number, taken out of verl's metrics of the step: ``agent/<name>/grad_norm/*``
-    over the updates in which the agent has rows. Raises RuntimeError: the engine has reported nothing."""
+    over the updates in which the agent has sequences. Raises RuntimeError: the engine has reported nothing."""
     out = {}
     for number, name in enumerate(names):
         for statistic in ("mean", "max"):

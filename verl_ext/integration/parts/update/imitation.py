@@ -64,7 +64,7 @@ class Imitation(Part):
             "fused kernels never form the logits. Set actor_rollout_ref.model.use_fused_kernels=false.": (
                 select(policy.model, "use_fused_kernels", False)
             ),
-            "the logits of a row lie on one rank. Set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1.": (
+            "the logits of a sequence lie on one rank. Set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1.": (
                 select(policy.actor, "ulysses_sequence_parallel_size", 1) > 1
             ),
             "a pruned policy has no divergence from a teacher that is not. Leave out dvp.rho or the loss.": (
@@ -80,9 +80,9 @@ class Imitation(Part):
                 "of them, or distillation.enabled=false: the reference is the teacher then.": (
                     not names <= set(TEACHER_SERVERS)
                 ),
-                "verl asks its teacher for the last row of a trajectory alone, and actor_rollout_ref.rollout.agent."
-                f"default_agent_loop={loop} makes several. Set it to single_turn_agent, or distillation.enabled=false: "
-                "the reference is the teacher then.": loop in registrations.AGENT_LOOPS,
+                "verl asks its teacher for the last sequence of a trajectory alone, and actor_rollout_ref.rollout."
+                f"agent.default_agent_loop={loop} makes several. Set it to single_turn_agent, or "
+                "distillation.enabled=false: the reference is the teacher then.": loop in registrations.AGENT_LOOPS,
             }
         else:
             kl = policy.actor.use_kl_loss or select(config.algorithm, "use_kl_in_reward", False)

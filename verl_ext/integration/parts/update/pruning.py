@@ -43,7 +43,7 @@ class Outside:
     """The model's tokens that pruning keeps out of the loss of a batch.
 
     Attributes:
-        keys: storage keys of the rows.
+        keys: storage keys of the turns.
         tokens: [B, T] bool, in the order of `keys`.
     """
 
@@ -51,7 +51,7 @@ class Outside:
     tokens: torch.Tensor
 
     def rows(self, keys: Sequence[str], width: int) -> torch.Tensor:
-        """The tokens of the rows `keys`, in that order, cut or padded to `width` columns, [len(keys), width] bool."""
+        """The tokens of the turns `keys`, in that order, cut or padded to `width` columns, [len(keys), width] bool."""
         place = {key: row for row, key in enumerate(self.keys)}
         found = self.tokens[[place[key] for key in keys]]
         return torch.nn.functional.pad(found, (0, max(width - found.shape[1], 0)))[:, :width].clone()
@@ -186,11 +186,11 @@ class Pruning(Part):
         return changed
 
     def show_outside(self, data: Any, stored: Sequence[str], turns: Turns | None = None) -> torch.Tensor | None:
-        """Let the estimators see the rows as the model wrote them, with no gradient at the tokens outside the set.
+        """Let the estimators see the turns as the model wrote them, with no gradient at the tokens outside the set.
 
         Estimators count tokens and sum rewards under ``response_mask``, and some of verl's begin a new return where it
-        is 0. A token that is only kept out of the loss must not look like one that the model did not write: a row whose
-        last token, which carries the reward, is outside the set would lose its reward. Probability 1 and sum of
+        is 0. A token that is only kept out of the loss must not look like one that the model did not write: a turn
+        whose last token, which carries the reward, is outside the set would lose its reward. Probability 1 and sum of
         squares 1 say that there is no gradient energy at the token.
 
         Returns:
@@ -201,7 +201,7 @@ class Pruning(Part):
         trained = data.batch["response_mask"]
         turns = turns or Turns()
         outside = turns.unpack(self.outside.rows(stored, turns.shape[1] or trained.shape[1]))
-        outside &= trained.bool().any(-1, keepdim=True)  # a row that rollout correction rejected stays so
+        outside &= trained.bool().any(-1, keepdim=True)  # a turn that rollout correction rejected stays so
         data.batch["response_mask"] = torch.where(outside, torch.ones_like(trained), trained)
         for name, none in (("old_log_probs", 0.0), ("sum_pi_squared", 1.0)):
             if name in data.batch.keys():

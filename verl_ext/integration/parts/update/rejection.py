@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection rules: ``algorithm.rejection: {mrs: true, ...}`` leaves rows or tokens out of the loss, and of it alone.
+"""Rejection rules: ``algorithm.rejection: {mrs: true, ...}`` leaves turns or tokens out of the loss, and of it alone.
 
 The rules (`verl_ext.methods.rejection`) are decided after verl's own rollout correction and before the advantage, each
-on the same mask; what one of them rejects is rejected. The estimators see the whole batch, so that a rejected row keeps
-its reward and its place in the statistics of its group; of the sums of the optimal token baselines it goes, since they
-weigh samples by what the loss takes of them. Afterwards the rejected tokens leave ``response_mask``, which the losses
-of actor and critic read, and once the update is done they are back for verl's metrics of the rollouts.
+on the same mask; what one of them rejects is rejected. The estimators see the whole batch, so that a rejected turn
+keeps its reward and its place in the statistics of its group; of the sums of the optimal token baselines it goes, since
+they weigh samples by what the loss takes of them. Afterwards the rejected tokens leave ``response_mask``, which the
+losses of actor and critic read, and once the update is done they are back for verl's metrics of the rollouts.
 
 Options are at ``algorithm.<rule>.*``, read from the rule's signature. ``algorithm.rejection_normalise`` says what the
 loss is divided by, and the engine skips an update without a kept token (`verl_ext.integration.engines.update_step`).
@@ -65,7 +65,7 @@ def trm(
     Args:
         old_log_probs, rollout_log_probs, response_mask: [B, T].
         token_kl: [B, T] tensor, what the engine has compared (`verl_ext.integration.engines.token_kl`).
-        max: bound of the largest divergence of a row's tokens; None is off.
+        max: bound of the largest divergence of a turn's tokens; None is off.
         avg: bound of their mean; None is off.
         divergence: "sampled": k2 = lr^2 / 2 for the largest, k3 = e^lr - 1 - lr for the mean. "exact", "top_k":
             `token_kl`, over the vocabulary, and of the sampler's most likely tokens, a lower bound.
@@ -99,8 +99,8 @@ def simpletir(
 
     Args:
         response_mask: [B, T].
-        turn_texts: [B] the texts that the model wrote in each row, one for each stretch of model tokens.
-        void: [B] bool, whether the row has a void turn, where the agent loop says so; then the texts are not read.
+        turn_texts: [B] the texts that the model wrote in each turn, one for each stretch of model tokens.
+        void: [B] bool, whether the turn is void, where the agent loop says so; then the texts are not read.
         traj_uid, index: [B].
         code_block: regular expression of the opening of a code block.
         answer: what begins a final answer.
@@ -139,7 +139,7 @@ def wanted_rules(config: Any) -> list[str]:
 
 
 def options(config: Any, name: str) -> dict[str, Any]:
-    """The options of a rule at ``algorithm.<rule>``, tried on a row of one token. Raises OptionError: one is unknown,
+    """The options of a rule at ``algorithm.<rule>``, tried on a turn of one token. Raises OptionError: one is unknown,
     missing, of a wrong type or out of range."""
     rule = RULES[name]
     found = dataclasses.asdict(read(config.algorithm, name, dataclass_of(rule)))
@@ -227,7 +227,7 @@ class RejectionRules(Part):
         return batch
 
     def after_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self._token_kl:  # the later passes fetch all of a row
+        if self._token_kl:  # the later passes fetch all of a turn
             batch.extra_info.pop(token_kl.WANTED, None)
             forget(batch, self._said)
         return batch
@@ -265,7 +265,7 @@ class RejectionRules(Part):
         store(self._batch, self._turns.pack(self._mask))
 
     def _apply(self, name: str, given: Mapping[str, Any], data: Any, active: ActiveBatch) -> Rejection:
-        """A rule's decision on the real rows."""
+        """A rule's decision on the real turns."""
         rule, rows = RULES[name], self._rows
         tokens = [data.batch[column][rows] for column in positional(rule)]
         fields = {}
@@ -294,7 +294,7 @@ class RejectionRules(Part):
         return active.column(name)
 
     def _draws(self, active: ActiveBatch) -> np.ndarray | None:
-        """[B] names of the rows' random numbers: step, place in the data, rollout and turn, the same after a resume."""
+        """[B] names of the turns' random numbers: step, place in the data, rollout and turn, alike after a resume."""
         prompts, step = active.column("prompt_index"), self.trainer.global_steps
         if prompts is None:
             return None
@@ -313,7 +313,7 @@ class RejectionRules(Part):
         return self._turns.unpack(nested.to_padded_tensor(0.0))
 
     def _turn_texts(self, active: ActiveBatch) -> np.ndarray:
-        """[B] of what the model wrote in each row, also of what is kept out of the loss: a text for each stretch."""
+        """[B] of what the model wrote in each turn, also of what is kept out of the loss: a text for each stretch."""
         found = data_plane.fetch(self._batch, ["responses", "loss_mask"])
         _, responses = self._turns.texts(found["responses"].unbind(), found["responses"].unbind())
         _, masks = self._turns.texts(found["loss_mask"].unbind(), found["loss_mask"].unbind())
@@ -362,7 +362,7 @@ def store(batch: Any, mask: torch.Tensor) -> None:
 
 
 def forget(batch: Any, said: Sequence[Any]) -> None:
-    """Take the sampler's distributions out of the rows' ``extra_fields``, here and in verl's store."""
+    """Take the sampler's distributions out of the ``extra_fields``, here and in verl's store."""
     from tensordict import NonTensorData, NonTensorStack
 
     for row in said:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the rejection rules: what a rule left out, of which rows, and how far sampler and trainer were apart."""
+"""Metrics of the rejection rules: what a rule left out, of which turns, and how far sampler and trainer were apart."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def rule_metrics(
     advantages: torch.Tensor,
     tokens: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
-    """What a rule did, over the rows with model tokens.
+    """What a rule did, over the turns with model tokens.
 
     Args:
         prefix: of the names.
-        found: the rule's decision on B rows.
+        found: the rule's decision on B turns.
         mask: [B, T] before it.
         advantages: [B, T].
         tokens: [B, T] log-probabilities of trainer and sampler, where the run has both.
 
     Returns:
-        ``kept_share``, the same by quartile of the rows' lengths (``kept_share_length_q1``: the shortest) and by the
-        sign of their summed advantage, quantiles of the statistic, and the gap of the rows that it keeps.
+        ``kept_share``, the same by quartile of the turns' lengths (``kept_share_length_q1``: the shortest) and by the
+        sign of their summed advantage, quantiles of the statistic, and the gap of the turns that it keeps.
     """
     some = mask.bool().any(-1)
     if not bool(some.any()):
@@ -58,7 +58,7 @@ def rule_metrics(
 
 
 def statistics(found: Rejection, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a rule compared with its bounds, of rows with model tokens or of the tokens, by the name of its metric."""
+    """What a rule compared with its bounds, of turns with model tokens or of the tokens, by the name of its metric."""
     value, some = found.statistic, mask.bool().any(-1)
     if value.ndim == 1:
         return {"statistic": value[some]}
@@ -68,7 +68,7 @@ def statistics(found: Rejection, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def log_ppl_gap(mask: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> float:
-    """Mean over the rows of the log-perplexity of the trainer less that of the sampler, in nats; 0 without rows."""
+    """Mean over the turns of the log-perplexity of the trainer less that of the sampler, in nats; 0 without turns."""
     token = mask.bool()
     some = token.any(-1)
     ratio = torch.where(token, (tokens["old_log_probs"] - tokens["rollout_log_probs"]).double(), 0.0)
@@ -77,5 +77,5 @@ def log_ppl_gap(mask: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> float
 
 
 def share_of(kept: torch.Tensor, of: torch.Tensor) -> float:
-    """Share of the rows `of` [B] that are `kept` [B]; 0 of none."""
+    """Share of the turns `of` [B] that are `kept` [B]; 0 of none."""
     return float((kept & of).sum()) / max(int(of.sum()), 1)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "verl_ext.updates_per_batch"
 LOCAL_MEAN_LOSSES = ("geo_mean",)
-"""verl's losses that average over the rows of each micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
+"""verl's losses that average over the sequences of a micro-batch and so know no divisor (verl 0.9.1, core_algos.py)."""
 
 PARALLEL = (
     "ulysses_sequence_parallel_size",
@@ -45,7 +45,7 @@ PARALLEL = (
     "pipeline_parallel_size",
     "context_parallel_size",
 )
-"""Keys of verl's engines for how many GPUs have a part of each row; the others are data-parallel ranks."""
+"""Keys of verl's engines for how many GPUs have a part of each sequence; the others are data-parallel ranks."""
 
 
 class Updates(Part):
@@ -72,18 +72,18 @@ class Updates(Part):
     def row_multiple(self, multiple: int, ranks: int) -> int:
         if self.asked is None:
             return multiple
-        # By now the parts that take rows out have done so.
+        # By now the parts that take sequences out have done so.
         rows = sum(map(has_token, self._sampled.tags))
         self.now = max(1, min(self.asked, rows))
         if 0 < rows < self.asked:
-            logger.warning("a batch with %d rows to train on gets as many updates, not %s=%d", rows, KEY, self.asked)
+            logger.warning("a batch with %d sequences to train gets as many updates, not %s=%d", rows, KEY, self.asked)
         return row_multiple(self.config, self.now, ranks, critic=self.trainer.use_critic)
 
     def on_batch(self, batch: Any, active: ActiveBatch, metrics: dict[str, Any]) -> Any:
         if not any(map(has_token, batch.tags)):
             raise BatchError(
-                f"agent loops took out all {sum(map(is_real, batch.tags))} rows of this batch (valid_row: false) or "
-                "got no token of the model for them, and an update needs a row. Mend what makes the rollouts fail."
+                f"agent loops took out all {sum(map(is_real, batch.tags))} sequences of this batch (valid_row: false) "
+                "or got no token of the model for them, and an update needs one. Mend what makes the rollouts fail."
             )
         ranks = max(self.trainer.actor_rollout_wg._dispatch_info["actor"]) + 1
         updates = self.now if self.asked is not None else self._verls_updates(batch, ranks)
@@ -94,7 +94,7 @@ class Updates(Part):
         return batch
 
     def _verls_updates(self, batch: Any, ranks: int) -> int:
-        """verl's number of mini-batches if there might be one of rows without a token to train on, else 0."""
+        """verl's number of mini-batches if there might be one of sequences without a token to train on, else 0."""
         if not any(is_real(tag) and not has_token(tag) for tag in batch.tags):
             return 0
         policy = self.config.actor_rollout_ref
@@ -102,9 +102,9 @@ class Updates(Part):
         trained = sum(map(has_token, batch.tags))
         if trained < updates:
             raise BatchError(
-                f"verl makes {updates} updates of this batch of {len(batch)} rows, but agent loops took out all but "
-                f"{trained} of them (valid_row: false) or got no token of the model for them, and an update needs a "
-                f"row. Set {KEY}, or mend what makes the rollouts fail."
+                f"verl makes {updates} updates of this batch of {len(batch)} sequences, but agent loops took out all "
+                f"but {trained} of them (valid_row: false) or got no token of the model for them, and an update needs "
+                f"one. Set {KEY}, or mend what makes the rollouts fail."
             )
         return updates if updates and len(batch) % (updates * ranks) == 0 else 0
 
@@ -128,15 +128,15 @@ def updates_per_batch(config: Any) -> int | None:
     """The value of ``verl_ext.updates_per_batch``; None for verl's own behaviour."""
     remedy = (
         "give the number of updates of a batch, a whole number of at least 1, or null for mini-batches of "
-        "ppo_mini_batch_size * rollout.n rows"
+        "ppo_mini_batch_size * rollout.n sequences"
     )
     return option(config, "updates_per_batch", AtLeastOne | None, remedy=remedy)
 
 
 def check(config: Any) -> list[str]:
     """Check what ``verl_ext.updates_per_batch`` needs. Returns warnings. Raises OptionError: a bad value, more updates
-    than a batch has samples, shuffled rows, a critic on another number of data-parallel ranks, or a loss whose scale
-    cannot be kept independent of the number of rows."""
+    than a batch has samples, shuffled sequences, a critic on another number of data-parallel ranks, or a loss whose
+    scale cannot be kept independent of the number of sequences."""
     updates = updates_per_batch(config)
     if updates is None:
         return []
@@ -153,7 +153,7 @@ def check(config: Any) -> list[str]:
     if loss in LOCAL_MEAN_LOSSES:
         raise OptionError(
             f"{KEY}={updates} cannot fix the scale of actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which "
-            f"averages over the rows of each micro-batch, padding included. Choose another loss or set {KEY}=null."
+            f"averages over the sequences of each micro-batch, padding included. Choose another loss or set {KEY}=null."
         )
     fixed = fixed_mode(loss)
     if fixed not in (None, str(actor.loss_agg_mode)):
@@ -168,14 +168,14 @@ def check(config: Any) -> list[str]:
     for name, section in sections.items():
         if section.get("shuffle", False):
             raise OptionError(
-                f"{name}.shuffle=true draws the rows of each update anew, but {KEY}={updates} deals them, so that work "
-                f"and padding are spread evenly and no update is without a row. Set {name}.shuffle=false (verl's "
+                f"{name}.shuffle=true draws the sequences of each update anew, but {KEY}={updates} deals them, so that "
+                f"work and padding are spread evenly and no update is without one. Set {name}.shuffle=false (verl's "
                 f"default) or {KEY}=null."
             )
         if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.get("loss_scale_factor") is None:
             raise OptionError(
                 f"{name}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each micro-batch "
-                f"while {name}.loss_scale_factor is null, so the scale would change with the rows that meet in one. "
+                f"while {name}.loss_scale_factor is null, so the scale would change with what meets in one. "
                 f"Set {name}.loss_scale_factor, for example to {config.data.max_response_length} "
                 "(data.max_response_length)."
             )
@@ -188,8 +188,8 @@ def check(config: Any) -> list[str]:
 
 
 def _require_same_ranks(config: Any, updates: int) -> None:
-    """Refuse an actor and a critic with different numbers of data-parallel ranks: rows are dealt to the actor's, and
-    verl's critic would cut other mini-batches, or none. Raises OptionError: names the sizes."""
+    """Refuse an actor and a critic with different numbers of data-parallel ranks: sequences are dealt to the actor's,
+    and verl's critic would cut other mini-batches, or none. Raises OptionError: names the sizes."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     old = int(select(actor, PARALLEL[0], 1))  # verl puts it over the one in fsdp_config; the critic's it does not read
     of_actor, of_critic = old if old > 1 else _gpus_a_row(actor, "fsdp_config"), _gpus_a_row(critic, "fsdp")
@@ -198,21 +198,21 @@ def _require_same_ranks(config: Any, updates: int) -> None:
         if str(critic.strategy) not in ("fsdp", "fsdp2"):
             remedy = f"the parallel sizes in critic.{critic.strategy} to those of the actor"
         raise OptionError(
-            f"{KEY}={updates} deals rows to the data-parallel ranks of the actor, where {of_actor} GPUs share a row, "
+            f"{KEY}={updates} deals sequences to the data-parallel ranks of the actor, where {of_actor} GPUs share one "
             f"and in the critic {of_critic} do (sequence, tensor, pipeline and context parallel sizes), so that it has "
             f"another number of ranks. Set {remedy}, or {KEY}=null."
         )
 
 
 def _gpus_a_row(section: Any, fsdp: str) -> int:
-    """How many GPUs have a part of each row in the engine of an actor or critic, whose FSDP node is `fsdp`."""
+    """How many GPUs have a part of each sequence in the engine of an actor or critic, whose FSDP node is `fsdp`."""
     strategy = str(select(section, "strategy", "fsdp"))
     engine = select(section, fsdp if strategy in ("fsdp", "fsdp2") else strategy)
     return math.prod(_size(engine, key) for key in PARALLEL)
 
 
 def row_multiple(config: Any, updates: int, ranks: int, critic: bool) -> int:
-    """The number of rows of a batch must be a multiple of this, so that every step can split it evenly over `ranks`."""
+    """The sequences of a batch must be a multiple of this, so that every step can split them evenly over `ranks`."""
     policy = config.actor_rollout_ref
     multiple = updates * ranks
     if not policy.actor.use_dynamic_bsz:
@@ -231,29 +231,29 @@ def _size(section: Any, name: str) -> int:
 
 
 def deal(work: Sequence[float], padding: Sequence[bool], updates: int, ranks: int) -> list[list[list[int]]]:
-    """Deal rows into mini-batches of equal size and nearly equal work.
+    """Deal sequences into mini-batches of equal size and nearly equal work.
 
-    Real rows go to the mini-batch with the least work that has room, the largest first; padding is spread evenly, so
-    that no mini-batch is without a real row. Each mini-batch is then dealt to the ranks in the same way.
+    Real sequences go to the mini-batch with the least work that has room, the largest first; padding is spread evenly,
+    so that no mini-batch is without a real sequence. Each mini-batch is then dealt to the ranks in the same way.
 
     Args:
-        work: [B] cost of each row, in any unit.
-        padding: [B] whether a row is padding.
+        work: [B] cost of each sequence, in any unit.
+        padding: [B] whether a sequence is padding.
         updates: number of mini-batches.
         ranks: data-parallel size; B is a multiple of ``updates * ranks``.
 
     Returns:
-        For each mini-batch and rank the positions of its rows, ascending.
+        For each mini-batch and rank the positions of its sequences, ascending.
 
     Raises:
-        ValueError: B is not such a multiple, or there are fewer real rows than updates.
+        ValueError: B is not such a multiple, or there are fewer real sequences than updates.
     """
     size = len(work)
     if size % (updates * ranks):
-        raise ValueError(f"{size} rows cannot be dealt into {updates} updates on {ranks} ranks evenly")
+        raise ValueError(f"{size} sequences cannot be dealt into {updates} updates on {ranks} ranks evenly")
     real = [row for row in range(size) if not padding[row]]
     if len(real) < updates:
-        raise ValueError(f"{len(real)} rows cannot be dealt into {updates} updates: an update needs a row")
+        raise ValueError(f"{len(real)} sequences cannot be dealt into {updates} updates: an update needs one")
     pads = [row for row in range(size) if padding[row]]
     shares = [pads[update::updates] for update in range(updates)]
     room = [size // updates - len(share) for share in shares]
@@ -268,7 +268,7 @@ def deal(work: Sequence[float], padding: Sequence[bool], updates: int, ranks: in
 def _least_loaded(
     rows: Sequence[int], work: Sequence[float], room: Sequence[int], start: Sequence[float]
 ) -> list[list[int]]:
-    """Put each row, the largest first, into the bin with the least work that still has room."""
+    """Put each sequence, the largest first, into the bin with the least work that still has room."""
     bins: list[list[int]] = [[] for _ in room]
     heap = [(load, number) for number, load in enumerate(start) if room[number] > 0]
     heapq.heapify(heap)
@@ -301,8 +301,8 @@ def balance(batch: Any, updates: int, ranks: int) -> dict[str, float]:
 
 
 def settings(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], n: int, updates: int, mode: str) -> dict[str, Any]:
-    """What verl's worker is told of a batch, padding included, with `n` samples a prompt: ``mini_batch_size`` in rows
-    and ``global_batch_size``, verl's name for the divisor of the seq-mean modes."""
+    """What verl's worker is told of a batch, padding included, with `n` samples a prompt: ``mini_batch_size`` in
+    sequences and ``global_batch_size``, verl's name for the divisor of the seq-mean modes."""
     real = [key for key, tag in zip(keys, tags, strict=True) if is_trained(tag)]
     prompts = {split_key(key)[0] for key in real}
     units = len(real) if mode == "seq-mean-token-mean" else len(prompts) * n
@@ -334,7 +334,7 @@ def told(worker_group: Any, method: str, changes: Mapping[str, Any] | None) -> I
 
 
 def step_metrics(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], rows: int, epochs: int) -> dict[str, float]:
-    """How a padded batch was cut into mini-batches of `rows` rows."""
+    """How a padded batch was cut into mini-batches of `rows` sequences."""
     return {
         "updates/per_batch": float(len(keys) // rows * epochs),
         "updates/mini_batch_sequences": float(rows),

@@ -3,11 +3,11 @@
 
     python examples/gradients_at_checkpoint.py RUN --checkpoint MODEL [--estimators trloo,otb]
 
-`verl-ext whatif` compares estimators on the same records without a model. This takes a backward pass a row, on the CPU.
+`verl-ext whatif` compares estimators on the same records without a model. It takes a backward pass a turn, on the CPU.
 
-Where a row has one advantage for all its tokens, as with most methods, its gradient is that advantage times the row's
+Where a turn has one advantage for all its tokens, as with most methods, its gradient is that advantage times the turn's
 score function, so that all of these methods share one backward pass. The scale is taken as in
-`verl_ext.lab.whatif.scale`, with the length of the row's score function for its energy: the inner product of two mean
+`verl_ext.lab.whatif.scale`, with the length of the turn's score function for its energy: the inner product of two mean
 gradients of few samples would be that of their noise.
 """
 
@@ -35,7 +35,7 @@ from verl_ext.methods.groups import value_ids
 
 
 def exact(comparison: Comparison, checkpoint: Path) -> dict[str, dict[str, float | None]]:
-    """The gradients of the recorded rows at the policy of a checkpoint.
+    """The gradients of the recorded turns at the policy of a checkpoint.
 
     Args:
         comparison: of `verl_ext.lab.whatif.compare.compare`.
@@ -122,7 +122,7 @@ class _Gradients:
     whole: torch.Tensor  # [K+1, P] sum of the trajectories' gradients
     squares: torch.Tensor  # [K+1] sum of their squared lengths
     of_prompts: torch.Tensor  # [3, K+1] sum over prompts of |a|^2, |l|^2 and <a, l>: its own, the reference's, both
-    inner: list[np.ndarray]  # of each record, [K+1, B], inner product of a row's gradient and its score function
+    inner: list[np.ndarray]  # of each record, [K+1, B], inner product of a turn's gradient and its score function
     power: list[np.ndarray]  # of each record, [B], squared length of the score function
     trajectories: int
     prompts: int
@@ -135,7 +135,7 @@ class _Gradients:
 
 
 def _sums(comparison: Comparison, names: list[str], model: Any) -> _Gradients:
-    """A backward pass a row, and one more for each estimator whose advantages differ between the row's tokens. Rows
+    """A backward pass a turn, and one more for each estimator whose advantages differ between the turn's tokens. Turns
     whose like have no advantage in any estimator take none.
     """
     parameters = [one for one in model.parameters() if one.requires_grad]

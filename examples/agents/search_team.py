@@ -58,7 +58,7 @@ def summary(infos: list[dict[str, Any]]) -> dict[str, float | None]:
 def validation(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Trajectories of a dump by kind of answer, numbers or names (populations or countries).
 
-    A dump has a line a row, each with its trajectory's numbers.
+    A dump has a line an output, each with its trajectory's numbers.
     """
     sessions: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -33,7 +33,7 @@ Method = Callable[[Episodes, np.ndarray], np.ndarray]
 
 
 def by_step(function: Callable[..., Any], *names: str, **options: Any) -> Method:
-    """An estimator of rows, a row a step; `names` are the row fields that it is given."""
+    """An estimator of turns, a turn a step; `names` are the turn fields that it is given."""
 
     def advantages(all_of: Episodes, groups: np.ndarray) -> np.ndarray:
         number, size = groups.shape

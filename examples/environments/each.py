@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     told = {name: row["prompt"][-1]["content"] for name, row in asked.items()}
     codec = Codec(train_tokenizer(list(told.values()), 2048))
     save_model(make_model(codec, 128, 2, 2, 0.05, PROMPT + 64), codec, folder / "model")
-    table = ["| | rollouts | rows | tokens of the longest prompt | failures |", "|---|---|---|---|---|", *refused]
+    table = ["| | rollouts | turns | tokens of the longest prompt | failures |", "|---|---|---|---|---|", *refused]
     once = "++actor_rollout_ref.rollout.custom.multi_turn.max_turns=1"
     table += train(folder / "questions", folder / "model", asked, told, "+recipe=[trloo,cpu]", once)
     team = [f"+verl_ext.orchestra.{word}" for word in ("name=textarena_game", "options.max_turns=4")]

@@ -43,7 +43,7 @@ class Stage:
 STAGES = {
     "a": Stage("the demo's task: trloo, 28 steps", stages.demo, 210),
     "b": Stage("a step at 0.5B: generation, old log-probabilities, update, peak memory", stages.table, 200),
-    "c": Stage("16 turns: merged, and a row a call", stages.merged_turns, 180),
+    "c": Stage("16 turns: merged, and a sequence a call", stages.merged_turns, 180),
     "d": Stage("killed and resumed", stages.resume, 150),
     "e": Stage("two models on one GPU", stages.two_models, 120),
     "f": Stage("make test-gpu", stages.gpu_tests, 150),

@@ -20,7 +20,7 @@ from verl_ext.lab.demo.tasks import SECOND_TRY, SUMS, DemoTask, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a run on one GPU sets beside its recipe. Without flash attention, whose wheel is not brought, rows are padded.
+#: What a run on one GPU sets beside its recipe. Without flash attention, whose wheel is not brought, batches are padded.
 ONE_GPU = [
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node=1",
@@ -266,7 +266,7 @@ def one_pass(variants: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_turns(settings: Settings, record: Record) -> None:
-    """The same conversations of 16 turns, a sequence each and a row a call."""
+    """The same conversations of 16 turns, merged and a sequence a call."""
     shape = models.TINY if settings.tiny else models.SMALL
     made = models.make(settings.folder.parent / "made" / shape.name, shape)
     turns = 3 if settings.tiny else 16
@@ -283,9 +283,9 @@ def merged_turns(settings: Settings, record: Record) -> None:
         ]  # fmt: skip
 
     apart = run(settings, record, "row_a_call", words("false"), share=0.5)
-    record.put(result={"a row a call": summary(apart)})
+    record.put(result={"a sequence a call": summary(apart)})
     together = run(settings, record, "merged", words("true"))
-    record.put(result={"a row a call": summary(apart), "merged": summary(together)})
+    record.put(result={"a sequence a call": summary(apart), "merged": summary(together)})
 
 
 def summary(found: trainer.Run) -> dict[str, Any]:

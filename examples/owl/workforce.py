@@ -37,7 +37,7 @@ class FourLetters(BaseTokenCounter):
 
 
 def agent(model, name=None, tools=()):
-    """An agent of camel. The name of its model is the `agent_id` of its rows."""
+    """An agent of camel. The name of its model is the `agent_id` of its turns."""
     backend = ModelFactory.create(
         ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
         model,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact mean and variance of a gradient estimate on softmax policies small enough to enumerate every outcome.
 
-A problem lists the trajectories of one sample: probability, rows, and the score of each row (gradient of its log
+A problem lists the trajectories of one sample: probability, turns, and the score of each turn (gradient of its log
 probability with respect to the policy's logits). Every group of N samples is then one prompt of a single batch, so one
 call of the estimator gives the advantage in every possible group, and
 
-    E[g] = sum over groups of p(group) g(group),      g(group) = 1/N sum over rows (and tokens) of A * score
+    E[g] = sum over groups of p(group) g(group),      g(group) = 1/N sum over turns (and tokens) of A * score
 
 is exact up to the float32 of the advantages, as is the variance E|g|^2 - |E[g]|^2.
 """
@@ -25,7 +25,7 @@ from verl_ext.methods.trloo import trloo_advantage
 
 
 class Sample(NamedTuple):
-    """One possible trajectory; lists have one entry a row."""
+    """One possible trajectory; lists have one entry a turn."""
 
     probability: float
     scores: list[np.ndarray]  # [parameters], or [tokens, parameters] for token methods
@@ -95,12 +95,12 @@ def quality(found, truth):
 
 
 def row_tensors(rewards):
-    """Rewards on the only token of each row."""
+    """Rewards on the only token of each turn."""
     return torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(len(rewards), 1, dtype=torch.long)
 
 
 def as_rows(function, *names, **options):
-    """Adapter: row-level estimator on `turn_reward` as score, with the row fields `names`."""
+    """Adapter: turn-level estimator on `turn_reward` as score, with the turn fields `names`."""
 
     def estimator(index, traj_uid, fields):
         rewards, mask = row_tensors(fields["turn_reward"])
@@ -214,14 +214,14 @@ NORMALISATIONS = {
 class Lemma(NamedTuple):
     """Both sides of Dr. MAS's lemma 4.2 for an agent k, by the statistics of the whole population."""
 
-    energy: float  # E|g_k|^2, of a row of the agent
+    energy: float  # E|g_k|^2, of a turn of the agent
     factor: float  # (s_k^2 + (mu_k - mu)^2) / s^2, with the mean and the deviation that the cell takes
     score: float  # E|z|^2
     rest: float  # D_k: how far |z|^2 and the squared advantage go together
 
 
 def lemma(samples, agent, cell):
-    """The lemma for rows z (r - mean) / std, the mean and std of `NORMALISATIONS` those of the population."""
+    """The lemma for turns z (r - mean) / std, the mean and std of `NORMALISATIONS` those of the population."""
     rows = [
         (s.probability, s.fields["turn_reward"][k], float(g @ g))
         for s in samples
@@ -280,7 +280,7 @@ def sequences(logits, reward):
 
 
 def as_tokens(length, function=None, **options):
-    """Adapter: OTB, or a row-level estimator spread over the tokens."""
+    """Adapter: OTB, or a turn-level estimator spread over the tokens."""
 
     def estimator(index, traj_uid, fields):
         mask = (torch.arange(length) < torch.tensor(fields["tokens"])[:, None]).long()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejected rows, exactly: a chain of 64 tokens by dynamic programming, and small groups by enumeration.
+"""Rejected turns, exactly: a chain of 64 tokens by dynamic programming, and small groups by enumeration.
 
 The chain. Token 1 counts, token 0 does not, token 2 is rare and makes the next position an odd one, where trainer and
 sampler disagree strongly whatever the update is. The reward is 1 if at least half of the tokens count. With the reward
@@ -14,9 +14,9 @@ R in [0, 1], pi the policy and mu the sampler,
     classical  |J(pi) - J(mu) - L| <= D T (T - 1) / 2                     D: the largest divergence anywhere
     masked     J(pi) - J(mu) >= L_M - E_mu[R (1 - M)] - delta sum_t sqrt(t - 1)
 
-where M keeps a row iff no position of it diverges by more than delta, L_M = E_mu[M R sum_t (rho_t - 1)] is what masking
-optimises, and delta is the largest divergence among kept positions. The second line is the first argument for the
-reward M R >= 0, whose g_t is 0 wherever the row is lost already. It has T^1.5 in the place of T^2, as the paper's
+where M keeps a turn iff no position of it diverges by more than delta, L_M = E_mu[M R sum_t (rho_t - 1)] is what
+masking optimises, and delta is the largest divergence among kept positions. The second line is the first argument for
+the reward M R >= 0, whose g_t is 0 wherever the turn is lost already. It has T^1.5 in the place of T^2, as the paper's
 (arXiv 2512.23075) Pinsker bound, and a delta in the place of D.
 """
 
@@ -58,9 +58,9 @@ def policies(step):
 
 
 def chain(step, length=LENGTH):
-    """Exact values by dynamic programming over (kind of position, tokens that counted, row still kept)."""
+    """Exact values by dynamic programming over (kind of position, tokens that counted, turn still kept)."""
     mu, pi = policies(step)
-    # Before a token at an odd position the row is lost, so a kept row is at a plain position: [kind, kept, count].
+    # Before a token at an odd position the turn is lost, so a kept turn is at a plain position: [kind, kept, count].
     start = np.zeros((2, 2, length + 1))
     start[PLAIN, 1, 0] = 1.0
 
@@ -104,7 +104,7 @@ def chain(step, length=LENGTH):
 def _value_after(value, token):
     """The value of the state that a token leads to, for every state [kind, kept, count]."""
     kind = ODD if token == 2 else PLAIN
-    out = np.stack([value[kind], np.stack([value[kind, 0], value[kind, 0]])])  # at an odd position the row is lost
+    out = np.stack([value[kind], np.stack([value[kind, 0], value[kind, 0]])])  # at an odd position the turn is lost
     return np.concatenate([out[..., 1:], out[..., -1:]], axis=-1) if token == 1 else out
 
 
@@ -117,7 +117,7 @@ def masked_bound(found, length=LENGTH):
 
 
 def rejecting(divisor, rejected):
-    """Adapter: leave-one-out over all rows; one reward's rows rejected; divided by ``all`` rows or by the ``kept``."""
+    """Adapter: leave-one-out over all turns; one reward's are rejected; divided by ``all`` or by the ``kept``."""
 
     def estimator(index, traj_uid, fields):
         rewards, mask = row_tensors(fields["turn_reward"])

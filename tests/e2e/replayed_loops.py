@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops whose rollouts are kept in the folder ``ROLLOUTS`` and played again from there, a row a call."""
+"""Agent loops whose rollouts are kept in the folder ``ROLLOUTS`` and played again from there, a sequence a call."""
 
 from __future__ import annotations
 

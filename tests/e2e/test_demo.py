@@ -74,7 +74,7 @@ def test_a_team_takes_the_task_of_its_kind(standing_ray: StandingRay, tmp_path: 
     # With 4 samples the revisers of each prompt earn the same once in some hundred runs, and have no gradient.
     words = ["--recipe", "dr_mas", "--steps", "2", "trainer.save_freq=-1", "actor_rollout_ref.rollout.n=8"]
     said = demo(out, *words, ray=standing_ray)
-    assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its rows" in said
+    assert "python -m verl.trainer.main_ppo '+recipe=[dr_mas,cpu]'" in said and "reviser: score of its turns" in said
     summary = json.loads((out / "summary.json").read_text())
     agents = summary["agents"]
     assert summary["task"] == "second_try" and list(agents) == ["solver", "reviser"]

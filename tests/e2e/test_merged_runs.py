@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same rollouts of every kind of loop in verl's real trainer, merged and a row a call: the same gradients."""
+"""The same rollouts of every kind of loop in verl's real trainer, merged and a sequence a call: the same gradients."""
 
 from __future__ import annotations
 

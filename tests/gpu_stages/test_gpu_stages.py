@@ -45,7 +45,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 def test_merged_turns_and_two_models(tmp_path: Path) -> None:
     said = stages(tmp_path, "--device", "cpu", "--limit", "600", "--only", "c", "e")
-    apart, merged = said["c"]["result"]["a row a call"], said["c"]["result"]["merged"]
+    apart, merged = said["c"]["result"]["a sequence a call"], said["c"]["result"]["merged"]
     assert apart["step_s"] > 0 and merged["step_s"] > 0 and merged["tokens"] < apart["tokens"], said["c"]["result"]
     team = said["e"]["result"]
     assert team["steps"] == 2 and team["ended"] == "well" and team["grad_norm"] > 0, team

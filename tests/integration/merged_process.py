@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of verl's actor worker that trains on the same turns a row a call and merged, for test_merged_gradients.py.
+"""One rank of verl's actor worker that trains on the same turns a sequence a call and merged: test_merged_gradients.
 
 python merged_process.py OUT ULYSSES RANK WORLD_SIZE
 """

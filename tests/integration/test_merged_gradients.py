@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of an update on merged sequences is that on a row a call, in verl's own actor worker."""
+"""The gradient of an update on merged sequences is that on a sequence a call, in verl's own actor worker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of merged sequences are those of a row a call; loops with one output; gae over the gaps."""
+"""Advantages of merged sequences are those of a sequence a call; loops with one output; gae over the gaps."""
 
 from __future__ import annotations
 

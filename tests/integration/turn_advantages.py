@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of the trajectories of `turn_cases`, stored a row a call and merged."""
+"""Advantages of the trajectories of `turn_cases`, stored a sequence a call and merged."""
 
 from __future__ import annotations
 

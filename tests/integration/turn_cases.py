@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories of several turns whose tokens follow from their numbers, stored a row a call and merged."""
+"""Trajectories of several turns whose tokens follow from their numbers, stored a sequence a call and merged."""
 
 from __future__ import annotations
 

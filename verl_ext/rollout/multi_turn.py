@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The multi-turn loop: the model answers, the task's verifier gives feedback, the model may revise.
 
-One :class:`AgentLoopOutput` is returned for each turn (a row), so a turn-level estimator sees every model call. Rows
+One :class:`AgentLoopOutput` is returned for each turn, so a turn-level estimator sees every model call. Turns
 are token-in-token-out: the prompt of turn ``k + 1`` begins with the prompt and the response tokens of turn ``k``,
 unchanged. A trajectory is ragged: it ends at the first right answer.
 
-The model may call tools before it answers (``tools``, ``mcp``). A model call that calls tools is a row like the others,
-with a ``turn_index`` of its own, and what the tools said is in the next prompt. It is no answer: it is not judged, its
-``turn_reward`` is 0, and not ``max_turns`` but ``max_tool_rounds`` bounds it, anew for each answer; what the model says
-after that is its answer, whatever it is. So all returns and groups see it as a turn that led to the later ones.
+The model may call tools before it answers (``tools``, ``mcp``). A model call that calls tools is a turn like the
+others, with a ``turn_index`` of its own, and what the tools said is in the next prompt. It is no answer: it is not
+judged, its ``turn_reward`` is 0, and not ``max_turns`` but ``max_tool_rounds`` bounds it, anew for each answer; what
+the model says after that is its answer, whatever it is. So all returns and groups see it as a turn that led to the
+later ones.
 
 Options live at ``actor_rollout_ref.rollout.custom.multi_turn`` (see :class:`MultiTurnOptions`), for example
 ``+actor_rollout_ref.rollout.custom.multi_turn.max_turns=3``. What belongs to the question (dataset, entry, parser)
-comes with the row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_task`).
+comes with the data's row, in ``extra_info`` (see :mod:`verl_ext.rollout.reasoning_gym_task`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from verl_ext.rollout.shared.turns import in_turn
 AGENT_NAME = "verl_ext_multi_turn"
 OPTIONS_KEY = "actor_rollout_ref.rollout.custom.multi_turn"
 
-#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every row of it).
+#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every turn of it).
 STOP_SOLVED = "solved"
 STOP_MAX_TURNS = "max_turns"
 STOP_OVERLONG = "overlong_prompt"
@@ -68,7 +69,7 @@ class MultiTurnOptions(ToolSettings):
             it each time it is given, so the sum can exceed 1.
         success_threshold: verifier score in (0, 1] from which an answer is right.
         verifier_timeout_s: seconds of processor time for a verdict; an answer that takes longer is wrong.
-        agent_id: the row field ``agent_id``.
+        agent_id: the turn field ``agent_id``.
         tools: names of tools that the model may call before it answers: of the servers in `mcp`, or verl's
             (``rollout.multi_turn.tool_config_path``, ``function_tool_path``).
     """
@@ -96,7 +97,7 @@ class MultiTurnOptions(ToolSettings):
 
 @dataclass
 class _Turn:
-    """One model call before it becomes a row; without a verdict it has called tools."""
+    """One model call before it becomes a turn; without a verdict it has called tools."""
 
     call: rows.ModelCall
     anchor_obs: str
@@ -159,13 +160,13 @@ def turn_rewards(verdicts: list[Verdict | None], kind: str) -> list[float]:
 class MultiTurnVerifierLoop(ChatLoop):
     """Answer, feedback, revision, up to ``max_turns`` answers, one output a model call.
 
-    Row fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed, or
+    Turn fields in ``extra_fields``: ``turn_reward`` (float), ``is_action_valid`` (bool: the answer could be parsed, or
     tools were called), ``agent_id`` (str), ``anchor_obs`` (str: the question and the latest feedback or answer of
     tools, without history), and for reading ``stop_reason`` (str), ``stop_detail`` (str), ``turn_score`` (float: the
-    verifier's score); in the last row ``failure`` (str: the stop reason if it is one of `FAILURES`), counted in
+    verifier's score); in the last turn ``failure`` (str: the stop reason if it is one of `FAILURES`), counted in
     ``rollout/failures/<reason>``.
 
-    ``reward_score`` of every row is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
+    ``reward_score`` of every turn is the trajectory's outcome, so estimators that know no turns (GRPO) work on the same
     rollout: 1 or 0 for ``turn_reward: success``, the best score for ``improvement``, the last score for ``score``.
     ``reward_extra_info`` holds numbers that verl reports in validation: ``acc`` (right in the end), ``first_turn_acc``,
     ``turns`` (answers), ``valid_share`` (answers that could be parsed), ``overlong``, ``control_tokens_split`` (see

@@ -22,18 +22,18 @@ no longer fits, or that the chat template refuses, is rendered anew with the las
 
 **Over-long prompts.** A prompt of more than ``rollout.prompt_length`` tokens is shortened: first the oldest pairs of
 the history are left out, one by one; then the current observation is cut at its end; then the list of admissible
-actions is cut at its end (the actions stay valid). The row has ``prompt_truncated`` True and is counted. If the rest
+actions is cut at its end (the actions stay valid). The turn has ``prompt_truncated`` True and is counted. If the rest
 is still too long the trajectory ends, ``failure="prompt_too_long"``.
 
 **When something breaks.** An environment that raises, hangs, dies or returns garbage ends its own trajectory by name
 (:data:`verl_ext.rollout.environments.protocol.FAULTS`). If it does so upon an action, and a new one of the same seed
-can begin, the action has broken it and the model has failed (``failed_trajectories=keep``): its rows are trained on,
+can begin, the action has broken it and the model has failed (``failed_trajectories=keep``): its turns are trained on,
 what it had earned is lost (rewards above 0 become 0, and the last step pays what is missing to ``failed_reward``, which
 belongs at or below the lowest reward of the task), ``failure`` says which, ``stop_detail`` how, and the metric
 ``rollout/failures/<reason>`` counts it. So no model gains by breaking things, and none can end the run by it. A fault
 before the first action, or of an environment that no longer begins, is nobody's failure: the loop raises, the rollout
-is missing. ``raise`` does so with every fault. With ``mask`` the rows are in no statistic and not in the loss, and so
-is the one placeholder row of a trajectory in which the model has not answered yet. What no trajectory could do (a
+is missing. ``raise`` does so with every fault. With ``mask`` the turns are in no statistic and not in the loss, and so
+is the one placeholder turn of a trajectory in which the model has not answered yet. What no trajectory could do (a
 package is missing, a wrong argument) raises and ends the run; so does an environment in which each of the first
 :data:`~verl_ext.rollout.shared.rows.HOPELESS` trajectories of a process has failed.
 """
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 #: The name to use in the dataset column ``agent_name`` or in ``rollout.agent.default_agent_loop``.
 AGENT_NAME = "verl_ext_step_wise"
 
-#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every row of it), beside ``environment_*``.
+#: Why a trajectory ended (``extra_fields["stop_reason"]`` of every turn of it), beside ``environment_*``.
 STOP_DONE = "done"
 STOP_MAX_STEPS = "max_steps"
 STOP_TOO_LONG = "prompt_too_long"
@@ -123,13 +123,13 @@ class _TooLong(Exception):
 
 @register(AGENT_NAME)
 class StepWiseLoop(ChatLoop):
-    """One prompt, one action, one row a step; see the module's text.
+    """One prompt, one action, one turn a step; see the module's text.
 
-    Row fields in ``extra_fields``: ``turn_reward`` (float: the step's reward), ``is_action_valid`` (bool), ``agent_id``
-    (str), ``anchor_obs`` (the raw observation), ``valid_row`` (bool), ``failure`` (str, in the last row), and for
-    reading ``observation``, ``action``, ``stop_reason``, ``stop_detail`` (str) and ``prompt_truncated`` (bool).
+    Turn fields in ``extra_fields``: ``turn_reward`` (float: the step's reward), ``is_action_valid`` (bool),
+    ``agent_id`` (str), ``anchor_obs`` (the raw observation), ``valid_row`` (bool), ``failure`` (str, in the last turn),
+    and for reading ``observation``, ``action``, ``stop_reason``, ``stop_detail`` (str) and ``prompt_truncated`` (bool).
 
-    ``reward_score`` of every row is the episode's return, so estimators that know no steps work on the same rollout.
+    ``reward_score`` of every turn is the episode's return, so estimators that know no steps work on the same rollout.
     ``reward_extra_info`` holds what verl reports in validation and training metrics ``trajectory/<name>`` repeat:
     ``success``, ``steps``, ``valid_share``, ``truncated_prompts``, ``failed`` and ``control_tokens_split`` (see
     `verl_ext.rollout.shared.plain_text`).
@@ -247,7 +247,7 @@ class StepWiseLoop(ChatLoop):
             await session.close()
 
     def _see(self, episode: _Episode, seen: Observation) -> None:
-        """Take in an observation: as it is for rows and rules, and as the prompt may show it."""
+        """Take in an observation: as it is for turns and rules, and as the prompt may show it."""
         actions = None if seen.actions is None else tuple(map(self.plain.text, seen.actions))
         text = seen.text[: CHARACTERS_A_TOKEN * self.prompt_length + 1]  # more is cut anyway
         episode.observation, episode.shown = seen, Observation(self.plain.text(text), actions)

@@ -3,7 +3,7 @@
 
 Train it with `verl_ext.gateway.command=[python,agents_sdk.py]`: the server and the key are in the environment, the
 task is JSON on the standard input, and the last line of the output is the reward. The name of an agent's model is the
-`agent_id` of its rows.
+`agent_id` of its turns.
 """
 
 import asyncio

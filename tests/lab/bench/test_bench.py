@@ -124,7 +124,12 @@ def test_the_benchmark_of_turns_compares_the_same_turns(capsys: pytest.CaptureFi
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     tokens = {(case["turns"], case["stored"]): case["tokens"] for case in found["cases"]}
-    assert tokens == {(2, "merged"): 56, (2, "a row a call"): 88, (4, "merged"): 104, (4, "a row a call"): 272}
+    assert tokens == {
+        (2, "merged"): 56,
+        (2, "a sequence a call"): 88,
+        (4, "merged"): 104,
+        (4, "a sequence a call"): 272,
+    }
     assert found["tokens_over_context"] == 1.0 and found["token_ratio"]["4"] == pytest.approx(104 / 272, rel=1e-2)
     assert all(found["time_ratio"][turns] > 0 for turns in ("2", "4")) and math.isfinite(found["exponent of merged"])
     assert "4 turns: merged takes" in done.stdout and "(goal: at most 1.2)" in done.stdout

@@ -211,7 +211,7 @@ def test_plots_have_the_lines_and_the_panels(tmp_path: Path, monkeypatch: pytest
     (line,) = [line for line in one.axes[0].lines if line.get_label() == "random policy (0.070)"]
     assert list(line.get_ydata()) == [0.07, 0.07]
     labels = [text.get_text() for text in team.axes[2].get_legend().get_texts()]
-    assert labels == ["all rows", "solver", "reviser"]
+    assert labels == ["all turns", "solver", "reviser"]
     assert list(team.axes[2].lines[0].get_ydata()) == [2.0, 2.0, 10.0, 2.0, 2.0, 2.0]
     assert team.axes[2].get_ylabel() == "norm of the gradient (agents: estimate)"
     metrics(tmp_path / "metrics.jsonl", 0.6, norms=True)

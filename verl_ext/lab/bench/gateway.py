@@ -2,7 +2,7 @@
 """Gateway: what a call over HTTP costs beside the same call of an orchestra, with an engine that answers at once.
 
 The agent is a function that makes its calls one after the other over one connection, by Python's own HTTP client; the
-orchestra makes the same calls. Both go through verl's agent loop interface, a real tokenizer and to rows. Rounds of
+orchestra makes the same calls. Both go through verl's agent loop interface, a real tokenizer and to outputs. Rounds of
 both alternate, after one of each that is not counted; the figure is the median difference a call, by the clock and in
 time of processors, the client's included. Then so many trajectories at once that a worker is full, of which the failed
 ones are counted.

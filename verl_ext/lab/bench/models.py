@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several models: what a run of one team costs when its agents share one model, and when they have K.
 
-Each run is the demo's command through verl's own trainer. All have the same team, so the rows of a step are the same,
+Each run is the demo's command through verl's own trainer. All have the same team, so the turns of a step are the same,
 and deal its agents out to K models, each starting from the demo's and learning next to nothing. The team has five
 agents that answer one after the other (`--team five`), or is the demo's of two, of which the second answers only where
 the first fails (`second_try`).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: what the old-log-prob pass and the update of a trajectory cost, merged into one sequence and a row a call.
+"""Turns: what the old-log-prob pass and the update of a trajectory cost, merged into one sequence or one a call.
 
 Trajectories of T turns have 24 tokens of a prompt, then 8 of the model and 16 of an environment a turn, so that the
 context grows with each turn. The same turns are stored in both ways and go through verl's own engine on the CPU, in one
@@ -29,7 +29,7 @@ from verl_ext.lab.bench.step import ENVIRONMENT, make_engine
 PROMPT, ANSWER, BETWEEN = 24, 8, 16
 VOCABULARY = 512
 GOALS = {"tokens": 1.02, 16: 1 / 5, 64: 1 / 15, "exponent": 1.2}
-"""Tokens over the final context; time merged over a row a call at 16 and 64 turns; exponent of the time merged."""
+"""Tokens over the final context; time merged over a sequence a call at 16 and 64 turns; exponent of the time merged."""
 
 
 def trajectory(turns: int, seed: int) -> list[Any]:
@@ -92,7 +92,7 @@ def batch(outputs: Sequence[Any], tokens: int) -> Any:
 
 
 def measure(counts: Sequence[int], total: int) -> list[dict[str, Any]]:
-    """For each number of turns, tokens, seconds and memory a trajectory, merged and a row a call."""
+    """For each number of turns, tokens, seconds and memory a trajectory, merged and a sequence a call."""
     import torch
     import verl  # noqa: F401  (loads the plugin, which extends the engines)
     from verl.workers.config import FSDPActorConfig
@@ -125,7 +125,7 @@ def measure(counts: Sequence[int], total: int) -> list[dict[str, Any]]:
             several = [trajectory(turns, seed) for seed in range(max(1, total // turns))]
             stored = {
                 "merged": [one for outputs in several for one in merge(outputs)],
-                "a row a call": [one for outputs in several for one in outputs],
+                "a sequence a call": [one for outputs in several for one in outputs],
             }
             context = len(several[0][-1].prompt_ids) + ANSWER
             for name, outputs in stored.items():
@@ -139,8 +139,8 @@ def measure(counts: Sequence[int], total: int) -> list[dict[str, Any]]:
 
 
 def summarise(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of merged to a row a call by number of turns, tokens over the final context, and the exponents."""
-    by = {name: [one for one in found if one["stored"] == name] for name in ("merged", "a row a call")}
+    """Ratios of merged to a sequence a call by number of turns, tokens over the final context, and the exponents."""
+    by = {name: [one for one in found if one["stored"] == name] for name in ("merged", "a sequence a call")}
     pairs = list(zip(*by.values(), strict=True))
     out: dict[str, Any] = {
         "cases": list(found),
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.child:
         print("\n" + json.dumps(measure(counts, options.total)))
         return 0
-    progress(f"{options.turns} turns, merged and a row a call")
+    progress(f"{options.turns} turns, merged and a sequence a call")
     try:
         arguments = ("--child", *(sys.argv[1:] if argv is None else argv))
         said = child("turns", *arguments, environment={**os.environ, **ENVIRONMENT})
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = found["token_ratio"][turns]
         print(f"{turns} turns: merged takes {value:.3f} of the time{goal}, {tokens:.3f} of the tokens")
     print(f"tokens over the final context: {found['tokens_over_context']:.3f} (goal: at most {GOALS['tokens']})")
-    for name in ("merged", "a row a call"):
+    for name in ("merged", "a sequence a call"):
         if f"exponent of {name}" in found:
             goal = f" (goal: at most {GOALS['exponent']})" if name == "merged" else ""
             print(f"time grows with the turns to the power of {found[f'exponent of {name}']:.2f}, {name}{goal}")

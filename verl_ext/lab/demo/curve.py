@@ -21,9 +21,10 @@ _REFERENCES = (("#737373", ":"), ("#969696", "-."))
 def read_metrics(path: Path) -> pandas.DataFrame:
     """All metrics of a run, a row a step, NaN where one is not logged; of several lines of a step the later one wins.
 
-    Beside what is logged: ``train_reward`` (of trajectories, else of rows), ``val_reward`` (mean over validation sets),
-    and for each agent ``agent/<name>/norm``, the norm of its part of the gradient (mean of the step's updates), which
-    is measured with ``verl_ext.agent_gradients`` and else estimated (`verl_ext.lab.report.compare.estimated_norms`).
+    Beside what is logged: ``train_reward`` (of trajectories, else of turns), ``val_reward`` (mean over validation
+    sets), and for each agent ``agent/<name>/norm``, the norm of its part of the gradient (mean of the step's updates),
+    which is measured with ``verl_ext.agent_gradients`` and else estimated
+    (`verl_ext.lab.report.compare.estimated_norms`).
     """
     merged: dict[int, dict[str, Any]] = {}
     for step, data in read_lines(path):
@@ -86,7 +87,7 @@ def draw(
         path: the file.
         title: of the figure.
         references: names and heights of horizontal lines, such as a random policy's reward.
-        agents: names of a team's agents: two more panels show the mean score of their rows, and their shares of the
+        agents: names of a team's agents: two more panels show the mean score of their turns, and their shares of the
             gradient's norm.
     """
     import matplotlib
@@ -107,7 +108,7 @@ def draw(
     axes.set_ylabel("reward a trajectory")
     if agents:
         _, scores, norms = all_axes[0]
-        _line(norms, column(points, "actor/grad_norm"), color="#bdbdbd", linewidth=2, label="all rows")
+        _line(norms, column(points, "actor/grad_norm"), color="#bdbdbd", linewidth=2, label="all turns")
         for number, agent in enumerate(agents):
             colour = COLOURS[number % len(COLOURS)]
             score = smooth(column(points, f"agent/{agent}/score/mean").dropna())
@@ -116,7 +117,7 @@ def draw(
             _line(norms, column(points, f"agent/{agent}/norm"), color=colour, linewidth=1.2, label=agent)
         # Agents whose rewards differ in scale share the axis.
         scores.set_yscale("log")
-        scores.set_ylabel("mean score of the agent's rows")
+        scores.set_ylabel("mean score of the agent's turns")
         norms.set_ylim(bottom=0)
         norms.set_ylabel("norm of the gradient" + (" (agents: estimate)" if estimated(points, agents) else ""))
     for one in all_axes[0]:

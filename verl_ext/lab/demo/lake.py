@@ -2,8 +2,8 @@
 """The demo's lake: FrozenLake of which only the neighbouring tiles are seen, and a small model that half knows it.
 
 The view does not say where on the map one is, so the right step depends on what was seen before: who has come from the
-left must not go back there. The prompt shows the last K observations with the words said, HGPO compares rows that share
-them. The model is warmed up on the words of a careful walker, half of them replaced by a random word.
+left must not go back there. The prompt shows the last K observations with the words said, HGPO compares turns that
+share them. The model is warmed up on the words of a careful walker, half of them replaced by a random word.
 """
 
 from __future__ import annotations

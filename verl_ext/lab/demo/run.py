@@ -127,7 +127,7 @@ def run_task(
     print(f"the rollouts: verl-ext rollouts {shlex.quote(str(out))} --html {shlex.quote(str(out / 'rollouts.html'))}")
     for name, one in summary["agents"].items():
         print(
-            f"{name}: score of its rows {one['score_before']:.3f} before, {one['score_after']:.3f} after; "
+            f"{name}: score of its turns {one['score_before']:.3f} before, {one['score_after']:.3f} after; "
             f"{one['energy_share_before']:.0%} of the gradient's energy before, {one['energy_share_after']:.0%} after"
         )
     validated = " -> ".join(

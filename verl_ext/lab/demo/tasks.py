@@ -107,7 +107,7 @@ SUMS = DemoTask(
 )
 LAKE = DemoTask(
     name="lake",
-    summary="FrozenLake of which only the neighbouring tiles are seen, one row a step",
+    summary="FrozenLake of which only the neighbouring tiles are seen, one turn a step",
     prepare=prepare_lake,
     chance=lambda assets: float(assets.measured["random"]),
     settings=Settings(steps=40, prompts=8, samples=8),
@@ -163,7 +163,7 @@ SEARCH_TEAM = DemoTask(
         "verl_ext.updates_per_batch=2",
         "actor_rollout_ref.rollout.val_kwargs.n=8",
         "trainer.total_epochs=1000",
-        # A batch has rows enough that threads which wait for one another cost many times the step on a busy machine.
+        # A batch is large enough that threads which wait for one another cost many times the step on a busy machine.
         "+verl_ext.env.VERL_EXT_TRAINING_THREADS=1",
     ),
     files=(("+verl_ext.orchestra.retriever.corpus", "data/corpus.jsonl"),),

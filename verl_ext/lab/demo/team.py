@@ -3,7 +3,7 @@
 
 Both see sums of two digits. The solver answers; a right answer ends the game with a reward of 1.
 Else the reviser sees the answer with the verifier's feedback and has the second and last try, worth ``late_reward``.
-So the reviser's rewards are 0 or 0.1 where the solver's are 0 to 1: against a baseline of all rows of the prompt the
+So the reviser's rewards are 0 or 0.1 where the solver's are 0 to 1: against a baseline of all turns of the prompt the
 reviser's right answers look nearly as bad as its wrong ones, against its own they do not. That is what Dr. MAS's
 normalisation by agent is for (arXiv 2602.08847).
 

@@ -5,7 +5,7 @@ What the model thinks (``<think>...</think>``) is not read, unless ``read_thinki
 action is the text of the first ``<action>...</action>`` (``action_tag``), trimmed, runs of blanks
 made one; neither they nor upper and lower case matter where the environment lists its actions. It is valid if the tags
 are there (those of ``required_tags`` as well) and, where the environment lists its actions, it is one of them
-(``check_admissible``). A row whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
+(``check_admissible``). A turn whose action is not valid has ``is_action_valid=False``, for which HGPO, GiGPO and Dr.
 MAS take a penalty off its return. What the environment gets then is ``invalid_action``: ``pass`` hands it the text
 (without tags: the last 30 characters, as verl-agent does for text games), ``noop`` spends the step without it (as in
 verl-agent's grid games): the observation stays, the reward is the observation's ``noop_reward`` (0, or what every step

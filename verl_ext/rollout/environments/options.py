@@ -41,14 +41,14 @@ class EnvironmentOptions:
             30 characters) and answers in its own words, which ``gymnasium`` cannot (its numbered actions have no
             number for it: the trajectory fails).
         reward_scale: factor of the environment's rewards. (Published for ALFWorld and WebShop: 10 at success.)
-        agent_id: the row field ``agent_id``.
+        agent_id: the turn field ``agent_id``.
         reset_timeout_s: seconds for making the environment, and again for its reset.
         step_timeout_s: seconds for a step.
         processes: environments alive at the same time in one agent loop worker, over all settings, idle ones that wait
             for reuse included; further trajectories wait.
         failed_trajectories: what becomes of a trajectory whose environment failed. ``keep``: if an action broke it,
-            its rows are trained on and what it had earned is lost; if not, it is missing. ``raise``: it is missing.
-            ``mask``: its rows are in no statistic and not in the loss.
+            its turns are trained on and what it had earned is lost; if not, it is missing. ``raise``: it is missing.
+            ``mask``: its turns are in no statistic and not in the loss.
         failed_reward: what a trajectory earns at most, with ``keep``, whose environment an action broke. Set it to the
             lowest reward of the task or below: where an honest failure earns less than 0, breaking things would pay.
     """

@@ -78,7 +78,7 @@ class Observation:
 
     @property
     def anchor_obs(self) -> Any:
-        """The row field ``anchor_obs``."""
+        """The turn field ``anchor_obs``."""
         return self.text if self.anchor is None else self.anchor
 
 

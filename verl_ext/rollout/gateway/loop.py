@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loop of the gateway: a user's own agent plays, and each of its requests is a row.
+"""The agent loop of the gateway: a user's own agent plays, and each of its requests is a turn.
 
 Selected by the recipe ``gateway``, ``actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_gateway`` or the data
-column ``agent_name``. It is the loop of orchestras (`verl_ext.rollout.orchestra.loop`, which has the row fields, the
+column ``agent_name``. It is the loop of orchestras (`verl_ext.rollout.orchestra.loop`, which has the turn fields, the
 prompts, the judgement and what happens to failures) with one thing different: the calls come over HTTP (`server`), from
-a function or a program that knows nothing of verl (`agent`). Rows are those of the same agent as an orchestra.
+a function or a program that knows nothing of verl (`agent`). Turns are those of the same agent as an orchestra.
 
-Row fields beside those: ``sampling``, the parameters of the request that were not the run's
-(``verl_ext.gateway.sampling=record``). Rows are in the order in which the requests came.
+Turn fields beside those: ``sampling``, the parameters of the request that were not the run's
+(``verl_ext.gateway.sampling=record``). Turns are in the order in which the requests came.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class GatewayLoop(OrchestraLoop):
     # Its requests (server.Trajectory).
 
     async def answer(self, asked: Asked) -> Answer:
-        """Make the call that a request asks for: one row.
+        """Make the call that a request asks for: one turn.
 
         Raises:
             Refused: it asks for what it may not have.
@@ -177,7 +177,7 @@ class GatewayLoop(OrchestraLoop):
         )
 
     def lose(self, name: str) -> None:
-        """The answer with this id has reached nobody: its row is not trained on."""
+        """The answer with this id has reached nobody: its turn is not trained on."""
         self._calls[name].received = False
 
     def _caller(self, asked: Asked) -> Caller:
@@ -276,7 +276,7 @@ class GatewayLoop(OrchestraLoop):
             raise OrchestraFailure(agents.OVERLONG, detail)
         return ids, 0, plain.split
 
-    # Rows.
+    # Turns.
 
     async def _rows(self, team: core.Team, *args: Any) -> list[AgentLoopOutput]:
         outputs = await super()._rows(team, *args)

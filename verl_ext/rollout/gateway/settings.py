@@ -46,12 +46,12 @@ class GatewaySettings(Limits):
         cage: ``required`` starts the command in the sandbox (`verl_ext.sandbox.program`), ``none`` beside the run.
         readable: files and folders that a command in the sandbox may read and run besides.
         memory_mb: MiB that a command in the sandbox may use.
-        agent_id: the name that the agent is given as its ``model``; the row field ``agent_id``.
+        agent_id: the name that the agent is given as its ``model``; the turn field ``agent_id``.
         agents: agents by name with ``max_tokens`` and ``model`` of each, see `Named`; if any is named, requests of
             others are refused.
         host: address that the gateway listens on, at a free port.
         sampling: sampling parameters of a request that are not the run's are refused (``refuse``), left out
-            (``ignore``), or used and noted in the row field ``sampling`` (``record``).
+            (``ignore``), or used and noted in the turn field ``sampling`` (``record``).
         max_bytes: bytes of its requests together, or of what a command writes.
         body_timeout_s: seconds for the body of a request to arrive.
         agent_timeout_s: seconds for the agent.

@@ -73,12 +73,12 @@ class Question:
 class KernelLoop(MultiTurnVerifierLoop):
     """Kernel, verdict, revision; one output a turn.
 
-    Row fields in ``extra_fields``: ``turn_reward`` (float), ``correct`` (bool), ``speedup`` and ``coverage`` (floats,
+    Turn fields in ``extra_fields``: ``turn_reward`` (float), ``correct`` (bool), ``speedup`` and ``coverage`` (floats,
     0.0 unless right), ``decoy`` (bool), ``kernel_status`` and ``kernel_note`` (str: the times with their interval, or
     the error), ``prompt_index`` (int, ``extra_info.index``), ``is_action_valid`` (bool: there was code), ``agent_id``,
     ``anchor_obs``, ``stop_reason`` and ``stop_detail``.
 
-    ``reward_score`` of every row is the best turn's reward. ``reward_extra_info``: ``acc`` (the last kernel is right),
+    ``reward_score`` of every turn is the best turn's reward. ``reward_extra_info``: ``acc`` (the last kernel is right),
     ``speedup_last``, ``speedup_best``, ``coverage_last``, ``decoys`` (share of the turns), ``turns``, and
     ``fast_<p>_last``, ``fast_<p>_best`` (right, no decoy and at least so fast; best of the whole history). Validation
     may be played by sequential test-time scaling (`Stts`).

@@ -115,7 +115,7 @@ class KernelOptions(JudgeOptions):
         pay_decoys: pay for decoys like for other right kernels, which only shows what the check is for.
         reward: options of `verl_ext.methods.kernel_reward.kernel_reward`.
         stts: options of `Stts`.
-        agent_id: the row field ``agent_id``.
+        agent_id: the turn field ``agent_id``.
         read_thinking: code inside ``<think>...</think>`` counts too; otherwise only what comes after it.
     """
 

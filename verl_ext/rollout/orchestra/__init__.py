@@ -2,7 +2,7 @@
 """Teams of agents: who they are, and an orchestration in ordinary async Python over ``await agent(messages)``.
 
 ``docs/teams.md`` has a complete one. A run takes it by configuration alone, see
-`verl_ext.rollout.orchestra.settings.OrchestraSettings`. Each call is a row with its ``agent_id``.
+`verl_ext.rollout.orchestra.settings.OrchestraSettings`. Each call is a turn with its ``agent_id``.
 """
 
 from verl_ext.rollout.orchestra.agents import POLICY, REASONS, Agent, Example, OrchestraFailure, Reply

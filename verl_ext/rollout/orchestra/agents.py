@@ -87,17 +87,17 @@ class Agent:
     """A member of a team. Usually made by the decorator `verl_ext.rollout.orchestra.agent`.
 
     Attributes:
-        name: the row field ``agent_id``; an identifier.
+        name: the turn field ``agent_id``; an identifier.
         role: what the agent is told it is and does; comes before the messages of every call. May be empty.
         read: takes the text of an answer and returns what it says. If it can't be read it returns None or raises
-            ValueError, which makes the row ``is_action_valid=False`` unless tools were called in it. None: the value of
-            an answer is its text.
+            ValueError, which makes the turn ``is_action_valid=False`` unless tools were called in it. None: the value
+            of an answer is its text.
         tools: names of tools that the agent may call by itself: verl's (``rollout.multi_turn.tool_config_path``,
             ``function_tool_path``) or functions under verl's decorator ``function_tool``.
         model: name of the model that answers: `POLICY`, or one of ``verl_ext.models``.
         max_tokens: bound on the answer, on top of ``rollout.response_length``.
         ends: takes the text of an answer and returns the length with which it is over, None if it may go on. What the
-            engine gave beyond is no part of the row. None: the engine's end is the answer's.
+            engine gave beyond is no part of the turn. None: the engine's end is the answer's.
         examples: demonstrations, chat turns between the role and the messages of every call. `read` must accept their
             answers (an agent with tools may show a tool call instead).
     """
@@ -139,7 +139,7 @@ class Agent:
 
 @dataclass
 class Reply:
-    """What an agent answered. One reply is one row; the orchestration may set the last three before it ends.
+    """What an agent answered. One reply is one turn; the orchestration may set the last three before it ends.
 
     Attributes:
         agent: name of the agent.
@@ -147,9 +147,9 @@ class Reply:
         value: what the agent's ``read`` made of it; None if it could not be read.
         tokens: number of response tokens.
         truncated: the answer was cut at its longest length.
-        valid: the row field ``is_action_valid``; from the start, whether ``value`` is not None or tools were called.
+        valid: the turn field ``is_action_valid``; from the start, whether ``value`` is not None or tools were called.
         reward: reward of this call alone, on top of the outcome. See `Outcome`.
-        observation: the row field ``anchor_obs``; from the start, the content of the last message given.
+        observation: the turn field ``anchor_obs``; from the start, the content of the last message given.
     """
 
     agent: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of the calls of one trajectory: the order of its rows does not depend on how long a call takes."""
+"""Places of the calls of one trajectory: the order of its turns does not depend on how long a call takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_ext.rollout.shared.contain import contained
 class Branch:
     """A line of calls, one after the other: the orchestration itself, or an asyncio task that it started.
 
-    A row's position is the path of counters from the root to its call, so rows come out in the order in which the
+    A turn's position is the path of counters from the root to its call, so turns come out in the order in which the
     program makes the calls, however long each of them takes.
     """
 
@@ -50,10 +50,10 @@ def here() -> Branch:
 
 
 async def together(*branches: Awaitable[Any]) -> list[Any]:
-    """Run awaitables at the same time, and keep the rows of each together, in the order given.
+    """Run awaitables at the same time, and keep the turns of each together, in the order given.
 
-    ``asyncio.gather`` works too. Its rows have a fixed order if each branch calls an agent before it waits for anything
-    else; here the order never depends on time. If one branch raises, the others are cancelled.
+    ``asyncio.gather`` works too. Its turns have a fixed order if each branch calls an agent before it waits for
+    anything else; here the order never depends on time. If one branch raises, the others are cancelled.
     """
     parent = here()
     places = [parent.next() for _ in branches]

@@ -39,7 +39,7 @@ class Outcome:
         reward: reward of the whole trajectory; None: the run's reward function judges `answer`.
         answer: the team's answer.
         info: further numbers for verl's validation metrics, finite ones and booleans.
-        rewards: a reward for each agent that was called, by name, instead of one for all; see the row field
+        rewards: a reward for each agent that was called, by name, instead of one for all; see the turn field
             ``agent_reward`` and ``lowest_reward`` of `orchestra`.
     """
 
@@ -81,8 +81,8 @@ class Completion:
         text: the decoded answer, without special tokens.
         truncated: the answer was cut at its longest length.
         prompt_tokens_cut: tokens taken off the prompt to make it fit.
-        row: what the loop makes the row of; a team only carries it.
-        outside: tokens of an answer that a model outside of the run gave, which is no row; None: one of the run's did.
+        row: what the loop makes the turn of; a team only carries it.
+        outside: tokens of an answer that a model outside of the run gave, which is no turn; None: one of the run's did.
     """
 
     response_ids: list[int]
@@ -102,7 +102,7 @@ class Completion:
 class Call:
     """A finished call: who, in which place of the trajectory, on what prompt, with what answer.
 
-    `received` is False for an answer that reached nobody: its row is in no statistic and not trained on.
+    `received` is False for an answer that reached nobody: its turn is in no statistic and not trained on.
     """
 
     agent: Agent
@@ -208,7 +208,7 @@ class BoundAgent:
         return self.agent.name
 
     def __call__(self, messages: Messages) -> Awaitable[Reply]:
-        """Ask the agent. The row's place in the trajectory is taken now, not when the answer comes.
+        """Ask the agent. The turn's place in the trajectory is taken now, not when the answer comes.
 
         Args:
             messages: a text, a chat message, or a list of them. The role comes before them.
@@ -245,7 +245,7 @@ class Team:
 
     @property
     def calls(self) -> list[Call]:
-        """Finished calls of the run's models, in the order of the rows."""
+        """Finished calls of the run's models, in the order of the turns."""
         return sorted(
             (call for call in self.finished if call.completion.outside is None), key=lambda call: call.position
         )
@@ -267,7 +267,7 @@ class Team:
         return call.reply
 
     async def call(self, agent: Agent, messages: list[dict[str, Any]], place: tuple[int, ...]) -> Call:
-        """One model call, the row at `place` of the trajectory. Raises as `play` does."""
+        """One model call, the turn at `place` of the trajectory. Raises as `play` does."""
         if self._started >= self.max_calls:
             raise OrchestraFailure(MAX_CALLS, f"more than verl_ext.orchestra.max_calls={self.max_calls} model calls")
         self._started += 1
@@ -283,7 +283,7 @@ class Team:
             observation=messages[-1].get("content", ""),
         )
         call = Call(agent, place, completion, reply)
-        self.finished.append(call)  # a row, also if the reader raises on what the model wrote
+        self.finished.append(call)  # a turn, also if the reader raises on what the model wrote
         reply.value = read_answer(agent, completion.text)
         reply.valid = reply.value is not None and bool(completion.tokens)
         return call
@@ -348,7 +348,7 @@ class Team:
         amounts = [abs(float(reward)) for reward in [*(call.reply.reward for call in self.calls), *ends]]
         _finite(
             sum(amounts), "gave, for calls and outcome together and without their signs,"
-        )  # a row has a sum of some
+        )  # a turn has a sum of some
         return settled
 
     async def _result(self, result: Any) -> Result:

@@ -74,7 +74,7 @@ def all_scores(config: Any, team: str, said: Mapping[str, float], failed: bool) 
     """
     least: dict[str, float] = once(config, f"least scores of {team}", dict)
     filtered = select(select(config.get("algorithm"), "filter_groups"), "metric")
-    own = {str(filtered)} - {"None", "reward"}  # reward: verl has it of every row
+    own = {str(filtered)} - {"None", "reward"}  # reward: verl has it of every turn
     if failed:
         return {**dict.fromkeys(own, 0.0), **least, **said}
     least.update({name: min(least.get(name, 0.0), said[name]) for name in {*JUDGED, *own} & said.keys()})

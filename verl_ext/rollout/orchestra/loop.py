@@ -10,16 +10,16 @@ keys), or the entry of an agent loop config::
       orchestra: solver_verifier
       options: {max_loops: 3}
 
-Row fields in ``extra_fields``: ``agent_id``, ``turn_reward`` (the call's own reward; the last call's also has the
+Turn fields in ``extra_fields``: ``agent_id``, ``turn_reward`` (the call's own reward; the last call's also has the
 outcome, so that a trajectory's turns sum to everything it earned; where agents have a reward each, it is in the last
-call of each, and in ``agent_reward`` of all of its rows), ``is_action_valid``, ``valid_row``, ``anchor_obs``.
-For reading: ``orchestra``, ``model``, ``answer``, ``prompt_tokens_cut``, and in the last row ``failure`` (why the
+call of each, and in ``agent_reward`` of all of its turns), ``is_action_valid``, ``valid_row``, ``anchor_obs``.
+For reading: ``orchestra``, ``model``, ``answer``, ``prompt_tokens_cut``, and in the last turn ``failure`` (why the
 trajectory failed, ``""`` when it did not), ``failure_detail`` and ``failures`` (counts by reason, also of what did not
-end it). ``reward_score`` of every row is the outcome.
+end it). ``reward_score`` of every turn is the outcome.
 
-What goes wrong ends its own trajectory at most: its rows so far are returned with outcome ``failed_reward`` (0; where
+What goes wrong ends its own trajectory at most: its turns so far are returned with outcome ``failed_reward`` (0; where
 agents have a reward each, the least that one can get; or taken out of the batch, ``on_failure``), and a trajectory
-without any call is one row with an empty loss mask and ``valid_row=False``.
+without any call is one turn with an empty loss mask and ``valid_row=False``.
 Two things end more: an engine that fails is raised, and an orchestra of which each of the first `rows.HOPELESS`
 trajectories of a process has failed is taken for a mistake (in it, the reward function or a limit), and raised too.
 """
@@ -339,7 +339,7 @@ class OrchestraLoop(ChatLoop):
             + (f" (role and {len(agent.examples)} examples stay whole)" if agent.examples else ""),
         )
 
-    # Rows.
+    # Turns.
 
     async def _rows(
         self,
@@ -386,7 +386,7 @@ class OrchestraLoop(ChatLoop):
         empty = [not row.response_ids for row in made]
         for row, nothing in zip(made, empty, strict=True):
             if nothing:
-                # verl puts the reward on a row's last token, so a row needs one. It is not the model's: no loss on it.
+                # verl puts the reward on a turn's last token, so a turn needs one. It is not the model's: no loss.
                 row.response_ids = [int(self.voices[row.fields["model"]].tokenizer.eos_token_id or 0)]
                 row.response_logprobs = None if row.response_logprobs is None else [0.0]
         outputs = rows.make_rows(

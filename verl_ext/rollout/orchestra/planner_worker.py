@@ -2,7 +2,7 @@
 """``planner_worker``: a planner splits the task, workers do the parts at the same time, an aggregator joins them.
 
 After the workforce pattern of OWL (camel-ai): planner, workers, and a last agent that writes the answer. Workers see
-the task and their own part only. All of a trajectory's workers are one agent, so their rows are compared with each
+the task and their own part only. All of a trajectory's workers are one agent, so their turns are compared with each
 other (``agent_id`` ``worker``).
 """
 

@@ -38,7 +38,7 @@ class Limits:
         overlong_prompt: a prompt longer than ``rollout.prompt_length`` is shortened (``shorten``: the longest message,
             never the role or an example, loses its middle, marked ``[...]``; if it does not fit even so, the next
             longest too), or its call fails (``end``). Both are counted.
-        on_failure: rows of a trajectory that failed get outcome `failed_reward` and stay samples (``zero_reward``), or
+        on_failure: turns of a trajectory that failed get outcome `failed_reward` and stay samples (``zero_reward``), or
             are taken out of statistics and loss (``exclude``, ``valid_row=False``).
         failed_reward: outcome of a trajectory that failed. Set it to the lowest reward of the task or below: where a
             wrong answer earns less than 0, breaking what plays or judges would pay.

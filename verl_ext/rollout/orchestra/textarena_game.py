@@ -2,7 +2,7 @@
 """``textarena_game``: a game of TextArena for two players, each of them an agent with a reward of his own.
 
 The game runs in a process of its own, as every environment. The player whose turn it is gets its rules and what he has
-been told, his own moves between, and answers with a move; in the end each player's rows get what the game gives him
+been told, his own moves between, and answers with a move; in the end each player's turns get what the game gives him
 (TextArena: 1 to the winner, -1 to the loser, 0 to both in a draw).
 
 - An answer without ``<action>...</action>`` is no valid action; the game gets its last characters and judges them.

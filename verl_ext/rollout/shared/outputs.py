@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an agent loop has returned, whoever wrote it: checked before it is scored, and completed before it is stored.
 
-verl finds most of it out a step later and in other words: a row without the versions of its weights ends the first step
-with ``int() ... NoneType``, one without ``reward_extra_info`` the trajectory with a ``KeyError``.
+verl finds most of it out a step later and in other words: a turn without the versions of its weights ends the first
+step with ``int() ... NoneType``, one without ``reward_extra_info`` the trajectory with a ``KeyError``.
 """
 
 from __future__ import annotations

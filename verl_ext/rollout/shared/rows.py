@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From model calls to the rows that verl stores: what the agent loops that make one row a call share.
+"""From model calls to the outputs that verl stores: what the agent loops that make one output a call share.
 
-A loop collects a :class:`ModelCall` for every answer of the model (:func:`generate`), fills its row fields in
+A loop collects a :class:`ModelCall` for every answer of the model (:func:`generate`), fills its turn fields in
 ``fields`` and hands the list to :func:`make_rows`. A trajectory that failed before the model said anything is one
 :func:`placeholder`, so that it is counted and its group keeps its size.
 """
@@ -27,7 +27,7 @@ from verl_ext.rollout.shared.threads import threads
 
 # verl makes a loop object for every trajectory, which says each time which token builder it takes.
 logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").addFilter(Once())
-# verl's store says for each row that this machine has fewer cores than it would use.
+# verl's store says for each sequence that this machine has fewer cores than it would use.
 logging.getLogger("transfer_queue.utils.common").addFilter(Once())
 
 HOPELESS = 20
@@ -46,8 +46,8 @@ class ModelCall:
         response_logprobs: log-probability of each token of the answer under the sampler; None if not asked for.
         engine_fields: what the engine adds (``min_global_steps``, ``max_global_steps`` and so on).
         metrics: verl's timings of the call.
-        fields: row fields of the row (methods' names: ``agent_id``, ``turn_reward``, ``anchor_obs``, ...).
-        trained: False for a row that is in no statistic and not in the loss (``valid_row`` False, mask 0).
+        fields: turn fields (methods' names: ``agent_id``, ``turn_reward``, ``anchor_obs``, ...).
+        trained: False for a turn that is in no statistic and not in the loss (``valid_row`` False, mask 0).
     """
 
     prompt_ids: list[int]
@@ -153,7 +153,7 @@ async def generate(
 
     Raises:
         RuntimeError: the engine cancelled the call, which nobody had asked for; or it says which experts it took
-            (``rollout.enable_rollout_routing_replay``), which rows do not carry.
+            (``rollout.enable_rollout_routing_replay``), which outputs do not carry.
         Exception: what the engine raises.
     """
     timing: dict[str, float] = {}
@@ -192,12 +192,12 @@ async def generate(
 def placeholder(
     loop: AgentLoopBase, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], global_steps: Any
 ) -> ModelCall:
-    """The single row of a trajectory in which the model said nothing; in no statistic and not in the loss.
+    """The single turn of a trajectory in which the model said nothing; in no statistic and not in the loss.
 
     Args:
         loop: the agent loop, for its tokenizer and ``rollout.prompt_length``.
         prompt_ids: any prompt; cut to the prompt length.
-        sampling_params: log-probabilities are given exactly if these ask for them, as for the rows of the engine.
+        sampling_params: log-probabilities are given exactly if these ask for them, as for answers of the engine.
         global_steps: the training step; the weights are taken to be those that the step before it left.
     """
     steps = max(int(global_steps or 0) - 1, 0)
@@ -218,16 +218,16 @@ def make_rows(
     common: Mapping[str, Any] | None = None,
     failure: str = "",
 ) -> list[AgentLoopOutput]:
-    """The rows of one trajectory, in the order of `calls`.
+    """The turns of one trajectory, in the order of `calls`.
 
     Args:
         calls: at least one.
-        outcome: reward of the trajectory; verl stores it on every row (``reward_score``).
+        outcome: reward of the trajectory; verl stores it on every turn (``reward_score``).
         info: numbers about the trajectory. verl reports them in validation, and training metrics
             ``trajectory/<name>`` are their means over the trajectories of a batch.
-        common: fields that all rows share, such as ``stop_reason``.
+        common: fields that all turns share, such as ``stop_reason``.
         failure: why the trajectory ended before its time, in one word; counted as ``rollout/failures/<failure>``.
-            Empty for a trajectory that is as it should be. Stored in the last row.
+            Empty for a trajectory that is as it should be. Stored in the last turn.
 
     Returns:
         One output a call. ``extra_fields`` hold the engine's fields, `common`, the call's own fields, ``valid_row``,
@@ -238,13 +238,13 @@ def make_rows(
     """
     if not calls:
         raise ValueError(
-            "a trajectory without any model call has no rows; use verl_ext.rollout.shared.rows.placeholder"
+            "a trajectory without any model call has no turns; use verl_ext.rollout.shared.rows.placeholder"
         )
     turns = [call.fields["turn_reward"] for call in calls if "turn_reward" in call.fields]
     for what, reward in [("the outcome of a trajectory", outcome), *(("the reward of a turn", turn) for turn in turns)]:
         if not storable(reward):
             raise ValueError(f"{what} is {reward}; a reward must be finite, in float32 too")
-    # verl builds the columns from the keys of the first row, so all rows have them or none has.
+    # verl builds the columns from the keys of the first turn, so all turns have them or none has.
     has_logprobs = all(call.response_logprobs is not None for call in calls)
     rows = []
     for index, call in enumerate(calls):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which numbers can be rewards.
 
-verl stores the reward of a row in float32 and raises on a larger number, after the agent loop has ended: the rollout is
-missing then, however bad it was. So each loop looks at a reward where it takes it, and fails by name.
+verl stores the reward of a turn in float32 and raises on a larger number, after the agent loop has ended: the rollout
+is missing then, however bad it was. So each loop looks at a reward where it takes it, and fails by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns in an event loop: pieces of work of many trajectories that hold it, one at a time, others in between.
 
-verl makes an agent loop object of a trajectory in 6 ms and puts its rows into the store in 10 to 20 ms, without a
+verl makes an agent loop object of a trajectory in 6 ms and puts its sequences into the store in 10 to 20 ms, without a
 break. Where a thousand trajectories begin together the event loop does all of that in one round, and for seconds no
 answer is read and no timer fires. Here each waits for its turn, so that between two the loop looks at everything else.
 """

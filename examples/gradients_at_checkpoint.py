@@ -3,7 +3,8 @@
 
     python examples/gradients_at_checkpoint.py RUN --checkpoint MODEL [--estimators trloo,otb]
 
-`verl-ext whatif` compares estimators on the same records without a model. It takes a backward pass a turn, on the CPU.
+`verl-ext whatif` compares estimators on the same records without a model. This takes a backward pass a turn, on the
+CPU.
 
 Where a turn has one advantage for all its tokens, as with most methods, its gradient is that advantage times the turn's
 score function, so that all of these methods share one backward pass. The scale is taken as in

@@ -20,7 +20,7 @@ from verl_ext.lab.demo.tasks import SECOND_TRY, SUMS, DemoTask, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a run on one GPU sets beside its recipe. Without flash attention, whose wheel is not brought, batches are padded.
+#: What a run on one GPU sets beside its recipe. Without flash attention, whose wheel is not brought, it pads.
 ONE_GPU = [
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node=1",

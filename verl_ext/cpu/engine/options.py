@@ -30,7 +30,7 @@ class EmbeddedOptions:
     Args:
         num_threads: torch threads of the server process.
         num_cpus: logical CPUs that Ray reserves for the server actor.
-        max_batch_size: rows decoded at once; ``None`` takes ``rollout.max_num_seqs``.
+        max_batch_size: sequences decoded at once; ``None`` takes ``rollout.max_num_seqs``.
         kv_cache_mb: bound on the key-value cache in MiB, at any time; a longest prompt and response must fit.
         weight_bucket_mb: size of one weight transfer in MiB; the smaller of this and
             ``rollout.checkpoint_engine.update_weights_bucket_megabytes`` holds.
@@ -40,7 +40,7 @@ class EmbeddedOptions:
         logits_noise: standard deviation of noise on every logit, for studies of samplers that disagree with the
             trainer; 0, none, else.
         logits_noise_below: only tokens whose probability is below it have that noise; 1: all tokens.
-        top_logprobs: so many largest log-probabilities at each position come back with every row that is sampled,
+        top_logprobs: so many largest log-probabilities at each position come back with every answer that is sampled,
             greedy ones excepted, for ``algorithm.trm.divergence``, which sets it; -1: the whole vocabulary.
 
     Raises:

@@ -198,7 +198,7 @@ KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
         (["+algorithm.mix.gae=0.5"], r"algorithm\.mix\.gae needs the values of a critic.*Set critic\.enable=true"),
         (["+algorithm.mix.remax=0.5"], r"algorithm\.mix\.remax needs the rewards of greedy rollouts"),
         (["algorithm.adv_estimator=gdpo"], r"algorithm\.adv_estimator=gdpo needs prompts and rewards"),
-        (["algorithm.use_pf_ppo=true"], r"algorithm\.use_pf_ppo=true draws rows anew"),
+        (["algorithm.use_pf_ppo=true"], r"algorithm\.use_pf_ppo=true draws sequences anew"),
         (["algorithm.adv_estimator=grrpo"], r"=grrpo is no estimator that is registered\. Did you mean 'grpo'\?"),
         (["+algorithm.mix.grpo_passk=0.5", "actor_rollout_ref.rollout.n=1"], r"mix\.grpo_passk compares the two best"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=kppo"], r"loss_mode=kppo is not known .*modes are: .*'gspo'"),

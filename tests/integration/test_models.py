@@ -235,7 +235,7 @@ class TestConfiguration:
             ),
             (
                 ["+recipe=[dr_mas,dvp,cpu]", "+verl_ext.models.small.trained=false"],
-                r"dvp needs the safe set of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
+                r"dvp needs the safe set of every turn.*small\.actor\.optim\.lr=0 instead of it, or leave out dvp",
             ),
             (
                 ["actor_rollout_ref.actor.checkpoint.async_save=true"],
@@ -263,7 +263,7 @@ class TestConfiguration:
             ),
             (
                 ["critic.enable=true", "+verl_ext.models.small.trained=false"],
-                r"a critic .*needs the value of every row.*small\.actor\.optim\.lr=0 instead of it, or leave out a cr",
+                r"a critic .*needs the value of every turn.*small\.actor\.optim\.lr=0 instead of it, or leave out a cr",
             ),
             (
                 ["+verl_ext.models.small.critic.model.path=x"],
@@ -313,7 +313,7 @@ class TestConfiguration:
             ),
             (
                 ["+verl_ext.models.small.trained=false", "+algorithm.modifiers.empg=true"],
-                r"empg needs the entropy of every row, which a training engine computes",
+                r"empg needs the entropy of every turn, which a training engine computes",
             ),
             (
                 ["+verl_ext.models.small.trained=false", "+verl_ext.models.small.model.lora_adapter_path=x"],
@@ -321,7 +321,7 @@ class TestConfiguration:
             ),
             (
                 ["+verl_ext.models.small.trained=false", "actor_rollout_ref.rollout.calculate_log_probs=false"],
-                r"small\.trained=false: its rows .*Set actor_rollout_ref\.rollout\.calculate_log_probs=true",
+                r"small\.trained=false: its turns .*Set actor_rollout_ref\.rollout\.calculate_log_probs=true",
             ),
             *(
                 (

@@ -136,7 +136,7 @@ def test_a_name_of_no_row_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, cap
     with caplog.at_level(logging.WARNING, train_agents.logger.name):
         assert [part.on_sample(batch) for _ in range(2)] == [["u_0_1"]] * 2
     assert [one.getMessage() for one in caplog.records] == [
-        "verl_ext.train_agents names judge, of whom this batch has no row; its rows are of planner, worker"
+        "verl_ext.train_agents names judge, of whom this batch has no turn; its turns are of planner, worker"
     ]
     said[0]["agent_id"] = "worker"
     with pytest.raises(BatchError, match=r"names planner, judge; the turns are of worker\."):

@@ -181,7 +181,7 @@ def test_bad_values_are_refused(value: Any) -> None:
         ({"trainer__v1__sync__parameter_sync_step": 4, "verl_ext__updates_per_batch": 5}, "a batch has 4 samples"),
         ({"actor_rollout_ref__actor__policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean, which averages"),
         ({"actor_rollout_ref__actor__shuffle": True}, r"Set actor_rollout_ref\.actor\.shuffle=false"),
-        ({"critic__enable": True, "critic__shuffle": True}, r"critic\.shuffle=true draws the rows of each update anew"),
+        ({"critic__enable": True, "critic__shuffle": True}, r"critic\.shuffle=true draws the sequences of each update"),
         (
             {"actor_rollout_ref__actor__policy_loss__loss_mode": "sapo"},
             r"loss_mode=sapo always aggregates by seq-mean-token-mean .*loss_agg_mode=token-mean, whose divisor",
@@ -229,7 +229,7 @@ def test_actor_and_critic_have_the_same_ranks() -> None:
     for refused, found in (
         ([ulysses], "2 GPUs share one and in the critic 1 do"),
         ([ulysses, "critic.ulysses_sequence_parallel_size=2"], "and in the critic 1 do"),  # verl reads no such key
-        (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "2 GPUs share a row"),
+        (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "2 GPUs share one"),
     ):
         with pytest.raises(OptionError, match=f"{found}.*Set critic.fsdp.ulysses_sequence_parallel_size=2, or"):
             updates.check(compose("ppo_trainer", overrides=[*run, *refused]))

@@ -37,6 +37,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture(scope="session")
+def copied_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
+    """For tests of how a run ends: each has a Ray of its own, and copies the imports of what others wrote.
+
+    With VERL_EXT_STANDING_RAY=0 each has its own imports.
+    """
+    if os.environ.get("VERL_EXT_STANDING_RAY") == "0":
+        return lab
+    return replace(lab, copied=request.getfixturevalue("standing_ray"))
+
+
+@pytest.fixture(scope="session")
 def standing_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
     """For tests of what happens between start and end: their runs share a Ray and imports.
 

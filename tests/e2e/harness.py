@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from metric_names import collisions
-from standing_ray import StandingRay
+from standing_ray import COPIED_WORKERS, StandingRay
+
+from verl_ext.cpu.platform import fork_worker
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -163,6 +166,7 @@ class Lab:
     root: Path
     python: str = sys.executable
     standing: StandingRay | None = None
+    copied: StandingRay | None = None
 
     def arguments(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
         return [
@@ -200,9 +204,10 @@ class Lab:
     ) -> Run:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
-        Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray. A
-        run that outlives `timeout` seconds is killed and fails the test. A run in the Ray that stands which Ray itself
-        has ended is done again in a Ray of its own, with a warning.
+        Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray;
+        with `copied` it has a Ray of its own, and imports of what is neither Ray nor verl nor ours are copied (a
+        launcher that is to be killed has its own). A run that outlives `timeout` seconds is killed and fails the test.
+        A run in the Ray that stands which Ray itself has ended is done again in a Ray of its own, with a warning.
         """
         run = self._run(name, recipe, overrides, environment, kill_when, kill_with, timeout)
         if self.standing is not None and run.code != 0 and ENDED_BY_RAY in run.log:
@@ -230,10 +235,16 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         variables = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **(environment or {})}
         command = [self.python, "-m", "verl.trainer.main_ppo"]
+        said = folder / "exit_code"
+        said.unlink(missing_ok=True)
         if self.standing is not None:
             variables = self.standing.environment(variables)
-            command = self.standing.command()
-            (folder / "exit_code").unlink(missing_ok=True)
+            command = [*self.standing.command(), COPIED_WORKERS]
+        elif self.copied is not None:
+            variables[fork_worker.FROM] = self.copied.found["imports"]
+            if kill_when is None:  # the copy would outlive a SIGKILL
+                command = self.copied.command("imports")
+        copied = command[0] == "env"
         command += self.arguments(folder, recipe, overrides)
         started = time.monotonic()
         with (folder / "log.txt").open("ab") as log:
@@ -252,7 +263,9 @@ class Lab:
                         child.send_signal(kill_with)
                         kill_when = None
                     if time.monotonic() - started > timeout:
-                        child.kill()
+                        child.terminate()  # reaches a copy too, whose stand-in this is
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            child.wait(10)
                         raise AssertionError(
                             f"{name} did not end in {timeout} s:\n{(folder / 'log.txt').read_text()[-6000:]}"
                         )
@@ -261,8 +274,7 @@ class Lab:
                     child.kill()
                 child.wait()
         code = child.returncode
-        if self.standing is not None:
-            said = folder / "exit_code"
+        if copied:
             code = int(said.read_text()) if said.exists() else -signal.SIGKILL
         return Run(folder, code, time.monotonic() - started)
 

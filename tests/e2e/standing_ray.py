@@ -14,16 +14,9 @@ from pathlib import Path
 
 from verl_ext.cpu.platform import fork_worker
 
-HERE = Path(__file__).resolve().parent
-#: What a launcher says to get a copy of the process with the imports, which is one that workers are copied from.
-ASKS = ("RAY_RAYLET_PID", "RAY_JOB_ID")
-#: What that process is itself a copy of, as are those of the runs' workers: neither Ray nor verl.
-IMPORTS = (
-    "torch,torch._dynamo,torch._inductor.config,torch.distributed.checkpoint,torch.distributed.fsdp,"
-    "torch.utils.tensorboard,torchdata.stateful_dataloader,tensordict,transformers.generation,"
-    "transformers.models.llama.modeling_llama,accelerate,peft,datasets,hydra,pandas,pyarrow.parquet,aiohttp,fastapi,"
-    "uvicorn,zmq"
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from copies import ASKS, COPIED, IMPORTS  # noqa: E402  (the process with these is itself a copy of one)
+
 #: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
 #: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
 NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
@@ -50,11 +43,12 @@ class StandingRay:
         assert line, "Ray did not start"
         self.found = json.loads(line)
 
-    def command(self) -> list[str]:
-        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports, as are the run's workers."""
-        asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], "launchers"), strict=True)]
-        start = [sys.executable, "-I", "-S", fork_worker.__file__, str(HERE / "forked_trainer.py")]
-        return ["env", *asks, *start, COPIED_WORKERS]
+    def command(self, source: str = "launchers") -> list[str]:
+        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports, or, from `imports`, of the one
+        that has neither Ray's nor verl's nor ours."""
+        asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], source), strict=True)]
+        start = [sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
+        return ["env", *asks, *start, "exit_code", "-m", "verl.trainer.main_ppo"]
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
         """`variables` for any launcher, and through Ray's job for every process of the run."""

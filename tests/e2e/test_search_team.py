@@ -24,9 +24,9 @@ pytestmark = pytest.mark.e2e
 ROLES, EXAMPLE = SearchTeamRecipe().roles, SearchTeamRecipe().example
 
 
-def test_the_search_team_trains(lab: Lab) -> None:
+def test_the_search_team_trains(standing_lab: Lab) -> None:
     """Rows of each agent, searches in the index, rewards by exact match and what the transcripts and metrics say."""
-    assets = prepare_search_team(lab.root / "search_team")
+    assets = prepare_search_team(standing_lab.root / "search_team")
     folder = Path(assets.folder)
     (folder / "examples.json").write_text(json.dumps([EXAMPLE]))
     settings = {
@@ -39,7 +39,7 @@ def test_the_search_team_trains(lab: Lab) -> None:
         "agents.searcher.examples": "examples.json",
         **{f"agents.{name}.role": role for name, role in ROLES.items()},
     }
-    run = lab.run(
+    run = standing_lab.run(
         "search_team",
         recipe="[dr_mas,cpu]",
         overrides=[

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from harness import Lab, eventually, make_data, processes
-from served import finite, records, start, trained_as_sampled, true_log_probs, worst_difference
+from harness import Lab, Run, eventually, make_data, other_tokenizer, processes, steps_logged
+from served import finite, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
 
 pytestmark = pytest.mark.sglang
+
+HERE = Path(__file__).resolve().parent
+E2E = HERE.parent / "e2e"
 
 RHO = 0.05
 # An agent whose answers come in pieces, and who asks for a seed, which verl hands to no SGLang.
@@ -99,3 +107,67 @@ def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
         torch.cat([true_log_probs(sglang_lab.model, r)[0] - true_log_probs(sglang_lab.model, r, RHO)[0] for r in found])
     )
     assert float(kept.mean()) < 0.95
+
+
+def test_a_team_on_three_models_killed_and_resumed(sglang_lab: Lab) -> None:
+    """Two models that are trained, one of them an adapter whose merged weights are sent, and one that is served alone,
+    each with a server of its own, in `colocate_async`."""
+    other, still = (other_tokenizer(sglang_lab.root / name) for name in ("other", "still"))
+    sharpen(other)
+    loops = sglang_lab.root / "team.yaml"
+    loops.write_text("- {name: observed, _target_: sglang_loops.Observed}\n")
+    record = sglang_lab.root / "team.jsonl"
+
+    def play(steps: int, **more: Any) -> Run:
+        return sglang_lab.run(
+            "team",
+            "[dr_mas,cpu]",
+            [
+                "actor_rollout_ref.rollout.name=sglang",
+                "trainer.v1.trainer_mode=colocate_async",
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+                "actor_rollout_ref.rollout.agent.default_agent_loop=observed",
+                "+verl_ext.orchestra.name=judged_drafts",
+                "+verl_ext.orchestra.modules=[sglang_loops]",
+                f"+verl_ext.models.other.model={{path: {other}, lora_rank: 4, lora: {{merge: true}}}}",
+                f"+verl_ext.models.still={{trained: false, model: {{path: {still}}}}}",
+                "+verl_ext.orchestra.agents={critic: {model: other}, judge: {model: still, max_tokens: 4}}",
+                "data.train_batch_size=2",
+                "data.max_prompt_length=256",
+                "data.max_response_length=48",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.actor.optim.lr=3e-4",
+                "actor_rollout_ref.rollout.calculate_log_probs=true",
+                "verl_ext.updates_per_batch=1",
+                "trainer.save_freq=1",
+                f"trainer.total_training_steps={steps}",
+            ],
+            environment={
+                "PYTHONPATH": os.pathsep.join(map(str, [HERE, E2E, os.environ.get("PYTHONPATH", "")])),
+                "RECORD": str(record),
+            },
+            **more,
+        )
+
+    killed = play(100, kill_when=lambda folder: steps_logged(folder) >= 2)
+    assert killed.code == -signal.SIGKILL, killed.log[-6000:]
+    agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+    assert eventually(lambda: set(processes(killed.folder)) <= agents), processes(killed.folder)
+    saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    run = play(saved + 2).check()
+    assert f"setting global step to {saved}" in run.log
+    assert sorted(run.metrics) == list(range(1, saved + 3))
+    for step, metrics in run.metrics.items():
+        assert finite(metrics) and metrics["rollout/turns"] == 40
+        # verl rounds merged weights to bfloat16 on their way (transformer_impl.py line 1082).
+        for name, bound in (("policy", 1e-5), ("other", 1e-2)):
+            assert metrics[f"actor/{name}/grad_norm"] > 0
+            if step in (1, saved + 1):  # of the weights that each start begins with
+                assert metrics[f"training/{name}/rollout_probs_diff_max"] <= bound
+        assert metrics["model/still/rows"] == 8 and not any(key.startswith("actor/still/") for key in metrics)
+    said = {(row["agent_id"], row["model"]) for row in run.rows(saved + 2)}
+    assert said == {("writer", "policy"), ("critic", "other"), ("judge", "still")}
+    calls = [json.loads(line) for line in record.read_text().splitlines()]
+    for model in ("policy", "other", "still"):  # each server is told which weights it has
+        assert {call["max_global_steps"] for call in calls if call["model"] == model} >= {0, saved}
+    assert eventually(lambda: not processes(run.folder)), processes(run.folder)

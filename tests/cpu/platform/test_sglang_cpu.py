@@ -110,18 +110,11 @@ def test_settings_are_refused(sglang: None, tmp_path: Path, key: str, value: Any
         sglang_cpu.complete(config)
 
 
-def test_a_model_that_is_served_alone_is_refused(sglang: None, tmp_path: Path) -> None:
-    """SGLang's scheduler would end by a KeyError once verl wakes it."""
-    config = sglang_config(save_model(tmp_path / "model"))
-    OmegaConf.update(config, "verl_ext.models", {"small": {}, "judge": {"trained": False}}, force_add=True)
-    OmegaConf.update(config, "algorithm.adv_estimator", "grpo", force_add=True)
-    with pytest.raises(sglang_cpu.SglangCpuError, match=r"models\.judge\.trained=false: .*models\.judge\.actor\.optim"):
-        sglang_cpu.complete(config)
-
-
 def test_an_adapter_of_a_further_model_is_refused(sglang: None, tmp_path: Path) -> None:
+    """One that is served alone has none."""
     config = sglang_config(save_model(tmp_path / "model"))
-    OmegaConf.update(config, "verl_ext.models.small.model.lora_rank", 4, force_add=True)
+    models = {"small": {"model": {"lora_rank": 4}}, "judge": {"trained": False, "model": {"lora_rank": 4}}}
+    OmegaConf.update(config, "verl_ext.models", models, force_add=True)
     OmegaConf.update(config, "algorithm.adv_estimator", "grpo", force_add=True)
     with pytest.raises(sglang_cpu.SglangCpuError, match=r"small\.model\.lora_rank=4: .*small\.model\.lora\.merge"):
         sglang_cpu.complete(config)

@@ -120,14 +120,8 @@ def check_settings(config: Any) -> None:
             raise _refused(key, True, "it needs an accelerator. Set false")
     _check_adapter(config, "actor_rollout_ref")
     for further in model_options.of(config):
-        where = f"{model_options.KEY}.{further.name}"
-        if not further.trained:
-            raise SglangCpuError(
-                f"{where}.trained=false: verl wakes servers that are never trained, and on the CPU SGLang has nothing "
-                f"that slept. Set rollout.name=embedded or rollout.name=vllm for this run, or {where}.actor.optim.lr=0 "
-                "in place of trained=false."
-            )
-        _check_adapter(model_options.overlaid(config, further), where)
+        if further.trained:
+            _check_adapter(model_options.overlaid(config, further), f"{model_options.KEY}.{further.name}")
 
 
 def _check_adapter(config: Any, where: str) -> None:

@@ -85,20 +85,15 @@ class Served:
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         found = data_plane.fetch(batch, ["rollout_log_probs"])["rollout_log_probs"]
-        _put(batch, "old_log_probs", found)
+        data_plane.write(batch, {"old_log_probs": found})
         if batch.extra_info.get(token_kl.WANTED):  # of each token, in an engine's form: one more before the response
             rows = [torch.zeros(len(row) + 1) for row in found.unbind()]
-            _put(batch, token_kl.COLUMN, torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+            data_plane.write(batch, {token_kl.COLUMN: torch.nested.as_nested_tensor(rows, layout=torch.jagged)})
         return batch
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        _put(batch, "ref_log_prob", data_plane.fetch(batch, ["rollout_log_probs"])["rollout_log_probs"])
+        data_plane.write(batch, {"ref_log_prob": data_plane.fetch(batch, ["rollout_log_probs"])["rollout_log_probs"]})
         return batch
-
-
-def _put(batch: Any, column: str, rows: torch.Tensor) -> None:
-    """Put a column into verl's store, which returns it if all sequences of the run have it."""
-    data_plane.write(batch, {column: rows})
 
 
 def _sharing(replica: Any, pool: Any, first: int) -> Any:
@@ -112,10 +107,19 @@ def _sharing(replica: Any, pool: Any, first: int) -> Any:
 
 
 class KeptWeights(CheckpointEngineManager):
-    """verl's manager of servers that nobody sends weights: an update wakes them and tells them the step."""
+    """verl's manager of servers that nobody sends weights: an update wakes those that sleep and tells all the step."""
+
+    asleep = False  # SGLang ends when one that is awake is woken
+
+    @auto_await
+    async def sleep_replicas(self) -> None:
+        await super().sleep_replicas()
+        self.asleep = all(replica.config.free_cache_engine for replica in self.replicas)
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> None:
-        await self.wake_up_replicas()
+        if self.asleep:
+            await self.wake_up_replicas()
+        self.asleep = False
         servers = [server for replica in self.replicas for server in replica.servers]
         await asyncio.gather(*[server.set_global_steps.remote(global_steps) for server in servers])

@@ -87,7 +87,7 @@ def test_rows_that_no_update_is_made_of_ask_for_no_pass(monkeypatch: pytest.Monk
 
 
 def test_rows_without_an_agent_are_refused() -> None:
-    lacking = ActiveBatch(columns={}, missing={"agent_id": "1 of 2 rows lack it, the first is u_0_1"})
+    lacking = ActiveBatch(columns={}, missing={"agent_id": "1 of 2 turns lack it, the first is u_0_1"})
     message = r"agent_gradients needs the turn field 'agent_id'.* \(1 of 2 turns lack it, the first is u_0_1\): put"
     with active(lacking), pytest.raises(RowFieldMissing, match=message):
         agent_gradients.agent_by_key(lacking.columns, ["u_0_0", "u_0_1"])

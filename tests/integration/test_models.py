@@ -611,10 +611,10 @@ def test_each_model_gets_its_own_rows_and_names_its_own_metrics(store: Any) -> N
     assert [reported[f"model/{name}/sequences"] for name in ("policy", "small", "idle", "frozen")] == [2, 2, 0, 1]
     assert reported["model/small/tokens"] == 9
     assert {name: rows for name, rows in reported.items() if "/agent/" in name} == {
-        "model/small/agent/a1/rows": 1,
-        "model/policy/agent/a0/rows": 1,
-        "model/frozen/agent/a1/rows": 1,
-        "model/small/agent/a0/rows": 1,
+        "model/small/agent/a1/sequences": 1,
+        "model/policy/agent/a0/sequences": 1,
+        "model/frozen/agent/a1/sequences": 1,
+        "model/small/agent/a0/sequences": 1,
     }
     run._updates_metrics.clear()
 
@@ -896,7 +896,8 @@ def test_a_model_that_is_not_trained_is_servers_alone(
         assert said == []
     manager = frozen.standalone_checkpoint_manager if apart else frozen.checkpoint_manager
     lead.Together({"frozen": manager}).update_weights(7)
-    assert said == [(number, *what) for what in (["wake_up"], ["set_global_steps", 7]) for number in numbers]
+    told: list[list[Any]] = [["set_global_steps", 7]] if apart else [["wake_up"], ["set_global_steps", 7]]
+    assert said == [(number, *what) for what in told for number in numbers], "none is woken that does not sleep"
 
 
 class Saved:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,16 @@ pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).resolve().parent
 LOOPS = ("ask_again", "ask_again_in_one")
+ALWAYS_ADDS = """
+import always_calls
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+
+
+@ToolParser.register("always_adds")
+class AlwaysAdds(always_calls.AlwaysCalls):
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        return "", [FunctionCall(name="add", arguments='{"a": 3, "b": 4}')]
+"""
 CLASSES = {"ask_again": "AskAgain", "ask_again_in_one": "AskAgainInOne"}
 
 
@@ -24,6 +35,10 @@ def test_own_loops_and_tool_agent_with_trloo(standing_lab: Lab, tmp_path_factory
         (folder / f"{name}.py").write_text(readme_code(f"# {name}.py"))
     lines = [f"- {{name: {name}, _target_: {name}.{CLASSES[name]}}}\n" for name in LOOPS]
     (folder / "loops.yaml").write_text("".join(lines))
+    (folder / "sums.py").write_text((HERE.parent / "rollout" / "mcp_server.py").read_text())
+    server = f'["{sys.executable}", "{folder / "sums.py"}"]'
+    tools = readme_code("# mcp_functions.py").replace('["python", "sums.py"]', server)
+    (folder / "tools.py").write_text(tools + ALWAYS_ADDS)
     data = [make_data(folder, rows=4, agent_loop=name) for name in (*LOOPS, "tool_agent")]
     run = (
         replace(standing_lab, data=data[0])
@@ -33,8 +48,8 @@ def test_own_loops_and_tool_agent_with_trloo(standing_lab: Lab, tmp_path_factory
             overrides=[
                 f"data.train_files=[{','.join(map(str, data))}]",
                 f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}",
-                f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'always_calls.py'}",
-                "actor_rollout_ref.rollout.multi_turn.format=always_calls",
+                f"actor_rollout_ref.rollout.multi_turn.function_tool_path={folder / 'tools.py'}",
+                "actor_rollout_ref.rollout.multi_turn.format=always_adds",
                 "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
                 "data.train_batch_size=12",
                 "data.max_response_length=96",
@@ -50,6 +65,7 @@ def test_own_loops_and_tool_agent_with_trloo(standing_lab: Lab, tmp_path_factory
         .check()
     )
     assert "verl_ext.merge_turns=auto: turns that continue each other are one sequence" in run.log
+    assert "executing tool" not in run.log  # as verl's loop begins a tool's error
     metrics, rows = run.metrics[1], run.rows(1)
     assert metrics["rollout/trajectories"] == metrics["rollout/sequences"] == 24
     assert metrics["rollout/turns"] == len(rows) > 48

@@ -82,6 +82,32 @@ def test_failed_receiver_is_named(context: zmq.Context, address: str, times: int
     socket.close()
 
 
+class Deserted(zmq.Socket):
+    """Its peer goes as soon as it was seen."""
+
+    def poll(self, *given: Any) -> int:
+        seen = super().poll(*given)
+        if seen:
+            peers.pop().close(linger=0)
+            while super().poll(0, zmq.POLLOUT):
+                time.sleep(0.01)
+        return seen
+
+
+peers: list[zmq.Socket] = []
+
+
+def test_a_receiver_that_goes_between_a_look_and_the_message(context: zmq.Context, address: str) -> None:
+    peers.append(context.socket(zmq.REP))
+    socket = WatchedSocket(Deserted(context, zmq.REQ), Receiver(None, None), limit_s=1.0, poll_s=0.05)
+    socket.bind(address)
+    peers[0].connect(address)
+    with pytest.raises(WeightSyncError, match="has not answered for 1 s"):
+        socket.send_pyobj("bucket")
+    assert not peers
+    socket.close()
+
+
 def test_receiver_that_ended_early(context: zmq.Context, address: str) -> None:
     receiver: concurrent.futures.Future = concurrent.futures.Future()
     receiver.set_result(None)

@@ -9,6 +9,7 @@ gives up after a time without any answer.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -112,25 +113,26 @@ class WatchedSocket:
         self._socket.bind(address)
 
     def send_pyobj(self, message: Any) -> None:
-        self._wait(zmq.POLLOUT)
-        self._socket.send_pyobj(message)
+        self._when_ready(zmq.POLLOUT, lambda: self._socket.send_pyobj(message, flags=zmq.NOBLOCK))
 
     def recv(self) -> bytes:
-        self._wait(zmq.POLLIN)
-        return self._socket.recv()
+        return self._when_ready(zmq.POLLIN, lambda: self._socket.recv(flags=zmq.NOBLOCK))
 
     def close(self) -> None:
         self._socket.close(linger=0)  # an undelivered message would keep the process from ending
 
-    def _wait(self, event: int) -> None:
-        """Return when the socket is ready for `event`. Raises WeightSyncError: the receiver has failed or ended, or
-        nothing came within the limit."""
+    def _when_ready(self, event: int, act: Callable[[], Any]) -> Any:
+        """What `act` returns, when the socket is ready for `event`. Raises WeightSyncError: the receiver has failed or
+        ended, or nothing came within the limit."""
         until = time.monotonic() + self._limit_s
-        while not self._socket.poll(self._poll_ms, event):
+        while True:
+            if self._socket.poll(self._poll_ms, event):
+                with contextlib.suppress(zmq.Again):  # the peer has gone since
+                    return act()
             failure = self._receiver.failure()
             if failure is not None:
-                if self._socket.poll(0, event):  # the last answer and the end of the call may come together
-                    return
+                with contextlib.suppress(zmq.Again):  # the last answer and the end of the call may come together
+                    return act()
                 raise failure
             if time.monotonic() > until:
                 raise WeightSyncError(

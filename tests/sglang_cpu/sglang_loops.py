@@ -7,29 +7,15 @@ import json
 import os
 from typing import Any
 
+import seeded_team
 from replayed_loops import worth
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-from verl_ext.rollout.orchestra import BoundAgent, Task, agent, orchestra
+from verl_ext.rollout.orchestra import BoundAgent, Task, orchestra
 from verl_ext.rollout.orchestra.loop import OrchestraLoop
 
 
-@agent(role="Write.")
-def writer(text: str) -> str | None:
-    return text or None
-
-
-@agent(role="Read.")
-def critic(text: str) -> str | None:
-    return text or None
-
-
-@agent(role="Judge.")
-def judge(text: str) -> str | None:
-    return text or None
-
-
-@orchestra("judged_drafts")
+@orchestra("judged_drafts", [seeded_team.writer, seeded_team.critic, seeded_team.judge])
 async def judged_drafts(task: Task, writer: BoundAgent, critic: BoundAgent, judge: BoundAgent) -> float:
     """The writer's conversation goes on; the judge has the last word, which counts for nothing."""
     written = list(task.messages)
@@ -44,7 +30,7 @@ async def judged_drafts(task: Task, writer: BoundAgent, critic: BoundAgent, judg
 
 
 class Observed(OrchestraLoop):
-    """One line a row goes to the file named by ``RECORD``: model, and the first and the last weights of an answer."""
+    """One line an output goes to the file named by ``RECORD``: model, and the first and the last weights of it."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
         rows = await super().run(sampling_params, priority, **kwargs)

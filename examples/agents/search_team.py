@@ -61,7 +61,7 @@ def validation(path: Path) -> dict[str, list[dict[str, Any]]]:
     A dump has a line an output, each with its trajectory's numbers.
     """
     sessions: dict[str, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         row = json.loads(line)
         # The reward function's own "score" is not there where no answer could be read; verl's "reward" is.
         sessions[row["uid"].rpartition("_")[0]] = {**row, "score": row["reward"]}

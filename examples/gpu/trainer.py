@@ -61,7 +61,7 @@ class Run:
 def read_steps(path: Path) -> dict[int, dict[str, float]]:
     """The kept metrics of every training step in verl's file of metrics; a line that is still written is left."""
     steps: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

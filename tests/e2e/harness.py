@@ -142,14 +142,14 @@ class Run:
     def metrics(self) -> dict[int, dict[str, Any]]:
         merged: dict[int, dict[str, Any]] = {}
         path = self.folder / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_bytes().splitlines() if path.exists() else []:
             record = json.loads(line)
             merged.setdefault(record["step"], {}).update(record["data"])
         assert not collisions(name for step in merged.values() for name in step)
         return merged
 
     def rows(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "rows" / f"{step}.jsonl").read_bytes().splitlines()]
 
     def check(self) -> Run:
         assert self.code == 0, self.log[-6000:]

@@ -81,7 +81,7 @@ def start(
 
 def records(lab: Lab, name: str, weights: int) -> list[dict[str, Any]]:
     """What was sampled with the weights of training step `weights` (0: the ones before training)."""
-    lines = (lab.root / f"{name}.jsonl").read_text().splitlines()
+    lines = (lab.root / f"{name}.jsonl").read_bytes().splitlines()
     return [record for record in map(json.loads, lines) if (record["weights"] or 0) == weights]
 
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"kill {kill + 1} after {run.seconds:.0f} s of this start, {steps} steps on record", flush=True)
         assert eventually(lambda folder=run.folder: set(processes(folder)) <= AGENTS, 60), processes(run.folder)
     run = lab.run("soak", overrides=overrides, timeout=3600).check()
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
     updates = collections.Counter(line["step"] for line in lines if "actor/grad_norm" in line["data"])
     assert updates == dict.fromkeys(range(1, options.steps + 1), 1), updates
     assert eventually(lambda: not processes(run.folder), 90), processes(run.folder)

@@ -49,7 +49,7 @@ def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path:
     record = read(out / "records" / "2.pt")
     mask = record.tokens["response_mask"]
     again = (advantages(record, "trloo").sum(1) / mask.sum(1)).tolist()
-    rows = [json.loads(line) for line in (out / "rows" / "2.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "rows" / "2.jsonl").read_bytes().splitlines()]
     assert dict(zip(record.keys, again, strict=True)) == pytest.approx({row["key"]: row["advantage"] for row in rows})
     assert {"sum_pi_squared", "entropy", "rollout_log_probs"} <= set(record.tokens)
 
@@ -57,7 +57,7 @@ def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path:
     metrics = Run(out, 0, 0.0).metrics
     assert sorted(metrics) == [0, 1, 2, 3]
     assert metrics[1]["actor/grad_norm"] == first[1]["actor/grad_norm"]
-    rows = [json.loads(line) for line in (out / "rows" / "3.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "rows" / "3.jsonl").read_bytes().splitlines()]
     assert {row["turn_index"] for row in rows} == {0, 1, 2} and {row["agent_id"] for row in rows} == {"solver"}
     trajectories: dict[str, list[dict[str, float]]] = {}
     for row in rows:
@@ -81,7 +81,7 @@ def test_a_team_takes_the_task_of_its_kind(standing_ray: StandingRay, tmp_path: 
     assert 0 < summary["reward_random"] < summary["val_before"] < 1
     # The reviser earns a tenth, and is there only when the solver has failed.
     assert agents["reviser"]["score_after"] <= 0.1 < agents["solver"]["score_after"]
-    rows = [json.loads(line) for line in (out / "rows" / "1.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "rows" / "1.jsonl").read_bytes().splitlines()]
     by_agent = {name: [row for row in rows if row["agent_id"] == name] for name in agents}
     assert len(by_agent["solver"]) == 64 and 0 < len(by_agent["reviser"]) < 64
     assert {round(row["score"], 6) for row in by_agent["reviser"]} <= {0.0, 0.1}

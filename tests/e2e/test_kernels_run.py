@@ -160,5 +160,5 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
     assert {"acc", "speedup_last", "speedup_best", "fast_1.2_best"} <= validation
     assert metrics[0]["val-aux/kernels/fuse/turns/mean@1"] == 4  # two of the first iteration, one of each other
     assert len(read(tmp_path / "validation" / "0.jsonl")) == 4
-    told = [json.loads(line) for line in (rollouts / "1.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (rollouts / "1.jsonl").read_bytes().splitlines()]
     assert len(told) == 16

@@ -188,7 +188,7 @@ def test_each_agent_trains_the_model_that_it_has(standing_lab: Lab) -> None:
     played = sum(len({row["traj_uid"] for row in apart.rows(step)}) for step in (1, 2))
     assert len(far.asked) == validated + played == 10
     assert all([one["role"] for one in request["messages"]] == ["system", "user"] for request in far.asked)
-    for line in (apart.folder / "rollouts" / "1.jsonl").read_text().splitlines():
+    for line in (apart.folder / "rollouts" / "1.jsonl").read_bytes().splitlines():
         for turn in json.loads(line)["turns"]:
             assert turn["prompt"].startswith("<|im_start|>system\n")  # token 1 in both, but the rest differs
             assert turn["more"]["model"] == models[turn["agent"]]

@@ -43,7 +43,7 @@ def test_one_two_and_eight_agent_workers_play_the_same_panel(standing_lab: Lab) 
             ],
             environment=ENVIRONMENT,
         ).check()
-        lines = (folder / "validation" / "0.jsonl").read_text().splitlines()
+        lines = (folder / "validation" / "0.jsonl").read_bytes().splitlines()
         validated[workers] = sorted(json.loads(line)["input"] for line in lines)
         trained[workers] = [sorted(row["anchor_obs"] for row in run.rows(step)) for step in (1, 2)]
     lake = AnyWordLake()

@@ -27,7 +27,7 @@ def log(steps: range, resumed_step: int = 0) -> None:
 
 
 def steps_of(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
 
 def test_stock_logger_loses_the_earlier_steps(path: Path) -> None:

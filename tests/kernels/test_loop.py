@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_ext.cli import main
 from verl_ext.integration.parts.advantage.rollouts import rollout_metrics
 from verl_ext.lab.demo.model import train_tokenizer
+from verl_ext.lab.kernels.stts import read
 from verl_ext.methods.trloo import trloo_advantage
 from verl_ext.rollout.kernels.loop import AGENT_NAME
 from verl_ext.rollout.shared.worker import validating
@@ -179,3 +180,13 @@ def test_what_is_no_record_of_validation_is_refused(tmp_path: Path, capsys: pyte
         path.write_text(text)
         assert main(["kernels", "stts", str(path)]) == 2
     assert "line 1" in capsys.readouterr().err
+
+
+def test_a_dump_is_read_by_its_lines_whatever_the_model_wrote(tmp_path: Path) -> None:
+    """verl writes text as it is, and a model may write what `str.splitlines` takes for the end of a line."""
+    answer = f"{FUSED}\x85\u2028"
+    row = {"uid": "t_0", "gts": CHAIN, "output": answer}
+    dump = tmp_path / "1.jsonl"
+    dump.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    ((task, answers),) = read(dump)
+    assert answers == [answer] and task.text == CHAIN

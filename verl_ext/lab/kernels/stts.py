@@ -33,7 +33,7 @@ def read(dump: Path) -> list[Trajectory]:
         OSError: it cannot be read.
     """
     found: dict[str, dict[int, tuple[str, str]]] = {}
-    for number, line in enumerate(dump.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(dump.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
             trajectory, turn = str(row["uid"]).rsplit("_", 1)

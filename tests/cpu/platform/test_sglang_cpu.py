@@ -41,6 +41,7 @@ def test_run_on_sglang_is_completed(sglang: None, tmp_path: Path) -> None:
         "disable_cuda_graph": True,
         "grammar_backend": "none",
         "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
         "max_total_tokens": 128 * 16,  # of 16 sequences, as vLLM's
     }
     assert config.actor_rollout_ref.rollout.free_cache_engine is False

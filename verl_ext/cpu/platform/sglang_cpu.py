@@ -48,6 +48,8 @@ ENGINE: Mapping[str, Any] = {
     "grammar_backend": "none",
     # Overlaps the CPU's work with the accelerator's.
     "disable_overlap_schedule": True,
+    # A scheduler without a request would take a whole processor from the trainer.
+    "sleep_on_idle": True,
 }
 """Engine arguments, unless the configuration says otherwise."""
 

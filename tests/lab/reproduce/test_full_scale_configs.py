@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from verl_ext.lab.reproduce import command, plan
 from verl_ext.lab.reproduce.catalogue import find_table, tables
 from verl_ext.lab.reproduce.prepare import find_source
 from verl_ext.lab.reproduce.tables import Cell, Table
+from verl_ext.rewards import math
+from verl_ext.sandbox import Sandbox
 
 TABLES = tables()
 #: Every cell; those after a table's first two are marked slow, since each composition takes a third of a second.
@@ -402,6 +405,21 @@ CELL_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
 
 def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_sandbox_is_seen_to_judge_once() -> Iterator[None]:
+    """Every second cell starts one, the same, at launch, which takes three seconds of a processor."""
+    check, seen = math.check, set()
+
+    def once(sandbox: Sandbox) -> None:
+        if (sandbox.limits, sandbox.cage) not in seen:
+            check(sandbox)
+            seen.add((sandbox.limits, sandbox.cage))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math, "check", once)
+        yield
 
 
 def overrides(table: Table, cell: Cell) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +13,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from verl_ext.cpu.platform import fork_worker
 
@@ -27,16 +26,28 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama,accelerate,peft,datasets,hydra,pandas,pyarrow.parquet,aiohttp,fastapi,"
     "uvicorn,zmq"
 )
+#: And what these imports read of the environment of a run on the CPU.
+OF_A_RUN = (
+    *(("OMP_NUM_THREADS", "1"), ("MKL_NUM_THREADS", "1")),
+    *(("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")),
+)
+CONNECT = "import runpy, sys; print(runpy.run_path(sys.argv[1])['connect'](int(sys.argv[2])).getpeername())"
+
+
+def imports() -> str:
+    """The address of the process with `IMPORTS`, of which all others are copies."""
+    return start("imports", IMPORTS, OF_A_RUN)
 
 
 @functools.cache
-def start(name: str, modules: str, variables: tuple[tuple[str, str], ...] = ()) -> None:
-    """The process `name` with these modules, imported with these variables of the environment."""
+def start(name: str, modules: str, variables: tuple[tuple[str, str], ...] = (), python: str = sys.executable) -> str:
+    """The address of the process `name` with these modules, imported with these variables of the environment."""
+    source = {fork_worker.FROM: imports()} if name != "imports" and python == sys.executable else {}
     asks = dict(zip(ASKS, (str(os.getpid()), name), strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**dict(variables), **asks, fork_worker.MODULES: modules, fork_worker.IDLE_S: "inf"}.items():
-            patch.setenv(key, value)
-        fork_worker.connect(os.getpid()).close()
+    settings = {**dict(variables), **asks, **source, fork_worker.MODULES: modules, fork_worker.IDLE_S: "inf"}
+    begin = [python, "-I", "-S", "-c", CONNECT, fork_worker.__file__, asks[ASKS[0]]]
+    done = subprocess.run(begin, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
 
 
 def command(name: str, file: Path, *words: object) -> list[str]:
@@ -46,9 +57,18 @@ def command(name: str, file: Path, *words: object) -> list[str]:
     return [*start, *map(str, words)]
 
 
+def script(path: Path) -> Path:
+    """A file at `path` that is ``python`` in a copy of a process that imports verl, for programs that start it."""
+    imports()
+    begins = shlex.join(command("imports", path)[:-1])
+    path.write_text(f'#!/bin/sh\n{begins} "$0.$$" "$@"\nexit "$(cat "$0.$$" || echo 137)"\n')
+    path.chmod(0o755)
+    return path
+
+
 def python(*words: object, env: Mapping[str, str] = os.environ, **settings: Any) -> subprocess.CompletedProcess[str]:
     """``subprocess.run([sys.executable, *words])`` of a process that imports verl, for what it says and ends with."""
-    start("imports", IMPORTS)
+    imports()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "code"
         done = subprocess.run(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+import copies
 import pytest
 import yaml
 from harness import REWARD, Lab, make_data, make_model
@@ -37,14 +38,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture(scope="session")
-def copied_lab(lab: Lab, request: pytest.FixtureRequest) -> Lab:
+def copied_lab(lab: Lab) -> Lab:
     """For tests of how a run ends: each has a Ray of its own, and copies the imports of what others wrote.
 
     With VERL_EXT_STANDING_RAY=0 each has its own imports.
     """
     if os.environ.get("VERL_EXT_STANDING_RAY") == "0":
         return lab
-    return replace(lab, copied=request.getfixturevalue("standing_ray"))
+    return replace(lab, copied=("imports", copies.imports()))
 
 
 @pytest.fixture(scope="session")

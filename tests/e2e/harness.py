@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import copies
 from metric_names import collisions
 from standing_ray import COPIED_WORKERS, StandingRay
 
@@ -158,7 +159,10 @@ class Run:
 
 @dataclass
 class Lab:
-    """Starts runs in a folder of their own, with the settings that every test shares."""
+    """Starts runs in a folder of their own, with the settings that every test shares.
+
+    `copied` is the name and the address of a process of `copies`, for `run`.
+    """
 
     model: Path
     data: Path
@@ -166,7 +170,7 @@ class Lab:
     root: Path
     python: str = sys.executable
     standing: StandingRay | None = None
-    copied: StandingRay | None = None
+    copied: tuple[str, str] | None = None
 
     def arguments(self, folder: Path, recipe: str, overrides: Sequence[str]) -> list[str]:
         return [
@@ -241,9 +245,9 @@ class Lab:
             variables = self.standing.environment(variables)
             command = [*self.standing.command(), COPIED_WORKERS]
         elif self.copied is not None:
-            variables[fork_worker.FROM] = self.copied.found["imports"]
+            source, variables[fork_worker.FROM] = self.copied
             if kill_when is None:  # the copy would outlive a SIGKILL
-                command = self.copied.command("imports")
+                command = copies.command(source, Path("exit_code"), *command[1:])
         copied = command[0] == "env"
         command += self.arguments(folder, recipe, overrides)
         started = time.monotonic()
@@ -279,25 +283,27 @@ class Lab:
         return Run(folder, code, time.monotonic() - started)
 
 
-def marked(run_folder: Path) -> dict[int, str]:
-    """Command lines of the processes that a run started and that still live, found by a variable of its launcher."""
+def marked(run_folder: Path, cwd: Path | None = None) -> dict[int, str]:
+    """Command lines of the processes that a run started and that still live: they have a variable of its launcher, or,
+    as copies of a process without it, its working directory, which is the run's folder."""
     mark = f"VERL_FILE_LOGGER_PATH={run_folder / 'metrics.jsonl'}".encode()
     found = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) != os.getpid():
             try:
                 environment = (path / "environ").read_bytes()
+                here = (path / "cwd").readlink() == (cwd or run_folder)
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:
                 continue
-            if state != "Z" and mark in environment.split(b"\0"):
+            if state != "Z" and (here or mark in environment.split(b"\0")):
                 found[int(path.name)] = line[:200]
     return found
 
 
-def processes(run_folder: Path) -> list[str]:
-    return list(marked(run_folder).values())
+def processes(run_folder: Path, cwd: Path | None = None) -> list[str]:
+    return list(marked(run_folder, cwd).values())
 
 
 def shared_memory() -> set[str]:

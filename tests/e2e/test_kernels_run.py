@@ -83,7 +83,7 @@ def make_data(folder: Path) -> Path:
 
 
 @pytest.mark.e2e
-def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> None:
+def test_dr_kernel_trains_on_what_the_judge_says(copied_lab: Lab, tmp_path: Path) -> None:
     data, model = make_data(tmp_path / "data"), make_model(tmp_path / "model")
     rollouts = tmp_path / "rollouts"
     verdicts = tmp_path / "verdicts"
@@ -108,7 +108,7 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
         "trainer.save_freq=1",
         "trainer.total_training_steps=5",
     ]
-    killed = lab.run("dr_kernel", "[dr_kernel,cpu]", overrides, kill_when=lambda run: steps_logged(run) >= 2)
+    killed = copied_lab.run("dr_kernel", "[dr_kernel,cpu]", overrides, kill_when=lambda run: steps_logged(run) >= 2)
     # Ray ends what the launcher has started a moment later, and its agents after a minute.
     agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
     assert eventually(lambda: set(processes(killed.folder)) <= agents), processes(killed.folder)
@@ -117,7 +117,7 @@ def test_dr_kernel_trains_on_what_the_judge_says(lab: Lab, tmp_path: Path) -> No
     # verl saves a step before it logs it, and may be killed in between.
     early = sorted(killed.metrics)
     assert early == list(range(max(early) + 1)) and saved - max(early) in (0, 1)
-    result = lab.run("dr_kernel", "[dr_kernel,cpu]", overrides).check()
+    result = copied_lab.run("dr_kernel", "[dr_kernel,cpu]", overrides).check()
     assert f"setting global step to {saved}" in result.log
     keys = [json.loads(line)["key"] for line in next(verdicts.iterdir()).read_text().split("\n") if line]
     assert len(keys) == len(set(keys)) > 8, "each program once, over both runs"

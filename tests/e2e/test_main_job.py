@@ -93,10 +93,10 @@ def test_a_killed_run_resumes_nothing_is_lost_and_ctrl_c_leaves_nothing_behind(l
     assert eventually(lambda: shared_memory() <= before), shared_memory() - before
 
 
-def test_nan_reward_is_named(lab: Lab) -> None:
-    loop, environment = scripted(lab, "nan_reward")
+def test_nan_reward_is_named(copied_lab: Lab) -> None:
+    loop, environment = scripted(copied_lab, "nan_reward")
     before = shared_memory()
-    run = lab.run("nan", overrides=loop, environment=environment)
+    run = copied_lab.run("nan", overrides=loop, environment=environment)
     assert run.code != 0
     (line,) = {line.split("BatchError: ")[1] for line in run.log.splitlines() if "BatchError: " in line}
     assert "reward nan" in line and "prompt uid" in line and "_2, turn 1" in line

@@ -12,13 +12,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import copies
 import pytest
 from harness import Run, eventually, processes
+
+from verl_ext.cpu.platform import fork_worker
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: Path) -> None:
+def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fork_worker.FROM, copies.imports())
+    monkeypatch.chdir(tmp_path)  # by which processes are found
     out = tmp_path / "runs (1), a copy"  # what Hydra's grammar wants quoted
     run = out / "otb.samples" / "laptop" / "otb_n4" / "seed_0"
     command = [sys.executable, "-m", "verl_ext.cli", "reproduce", "run", "otb", "--scale", "laptop"]
@@ -36,7 +43,7 @@ def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: P
         said = first.communicate()[0]
     assert logged and first.returncode == -signal.SIGKILL, said[-4000:]
     assert "Laptop scale: a test of the claim's direction, not the paper's number." in said
-    assert eventually(lambda: not trainers(run), 120), processes(run)
+    assert eventually(lambda: not trainers(run), 120), processes(run, tmp_path)
     record = json.loads((run / "cell.json").read_text())
     assert record["state"] == "started" and record["steps"] == 4
     before = Run(run, 0, 0.0).metrics
@@ -82,7 +89,7 @@ def test_a_killed_table_goes_on_where_it_was_and_ends_with_its_table(tmp_path: P
 
 def trainers(run: Path) -> list[str]:
     """The processes of a run but Ray's own two agents, which notice later that they are alone."""
-    return [line for line in processes(run) if "dashboard" not in line and "runtime_env" not in line]
+    return [line for line in processes(run, Path.cwd()) if "dashboard" not in line and "runtime_env" not in line]
 
 
 def reproduce(command: list[str]) -> str:

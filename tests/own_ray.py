@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import copies
 import ray
 
 from verl_ext.cpu.platform import fork_worker
@@ -18,6 +19,7 @@ def own_ray(num_cpus: int, modules: str) -> Iterator[None]:
     variables = {
         fork_worker.MODULES: f"ray._private.workers.default_worker,{modules}",
         fork_worker.IDLE_S: "inf",
+        fork_worker.FROM: copies.imports(),
     }
     ray.init(
         "local",

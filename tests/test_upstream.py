@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import copies
 import pytest
 import verl
 
@@ -25,14 +25,14 @@ def test_each_patch_is_small_and_in_the_docs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_each_patch_applies_and_its_test_needs_it(patch: Path) -> None:
+def test_each_patch_applies_and_its_test_needs_it(patch: Path, tmp_path: Path) -> None:
     installed = str(Path(verl.__path__[0]).parent)
     done = subprocess.run(
         ["bash", str(FOLDER / "check.sh"), installed, str(patch)],
         capture_output=True,
         text=True,
         timeout=1200,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": str(copies.script(tmp_path / "python"))},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith(f"{patch.name}: ") and " passed" in done.stdout

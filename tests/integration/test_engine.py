@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import copies
 import engine_process as cases
 import pytest
 import torch
@@ -369,15 +368,8 @@ def test_engine_is_told_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_bench_of_a_step_runs_every_variant() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "verl_ext.lab.bench.step", "--json", "--rounds=1", "--rows=2", "--micro=1"),
-            *("--vocabulary=300", "--prompt=3", "--response=4"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    command = ["-m", "verl_ext.lab.bench.step", "--json", "--rounds=1", "--rows=2", "--micro=1"]
+    done = copies.python(*command, "--vocabulary=300", "--prompt=3", "--response=4", timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["seconds"]) == {"verl", "grpo", "otb", "dvp"}

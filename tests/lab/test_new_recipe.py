@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import copies
 import pytest
 
 from verl_ext import cli
@@ -32,15 +33,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_its_own_test_passes_and_its_recipe_is_found(installed: Path) -> None:
+def test_its_own_test_passes_and_its_recipe_is_found(installed: Path, tmp_path: Path) -> None:
     site = str(installed / "site")
-    out = run(
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed / "halved/tests"), PYTHONPATH=site
-    )
+    python = str(copies.script(tmp_path / "python"))
+    out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed / "halved/tests"), PYTHONPATH=site)
     assert "2 passed" in out
-    shown = run(sys.executable, "-m", "verl_ext.cli", "show", "halved", PYTHONPATH=site)
+    shown = run(python, "-m", "verl_ext.cli", "show", "halved", PYTHONPATH=site)
     assert "algorithm.halved.scale: (none) -> 1.0" in shown and "algorithm.adv_estimator: gae -> mix" in shown
-    assert "halved" in run(sys.executable, "-m", "verl_ext.cli", "list", PYTHONPATH=site)
+    assert "halved" in run(python, "-m", "verl_ext.cli", "list", PYTHONPATH=site)
 
 
 @pytest.mark.slow
@@ -58,7 +58,8 @@ def test_a_method_that_cannot_be_loaded_is_refused_by_name_and_harms_no_other(in
         "try: weights({'mix': {'torn': 1.0}})\n"
         "except ValueError as error: print(error)\n"
     )
-    out = run(sys.executable, "-c", code, PYTHONPATH=os.pathsep.join([str(installed / "site"), str(tmp_path)]))
+    python, paths = str(copies.script(tmp_path / "python")), [str(installed / "site"), str(tmp_path)]
+    out = run(python, "-c", code, PYTHONPATH=os.pathsep.join(paths))
     assert "algorithm.mix.torn: the entry point torn = torn.method:f" in out and "ModuleNotFoundError" in out
     assert "there is an estimator 'trloo' already" in out
 

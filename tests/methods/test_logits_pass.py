@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import copies
 import pytest
 import torch
 from hypothesis import given, settings
@@ -550,9 +551,7 @@ def test_triton_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("triton_compile.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), dtype], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = copies.python(script, dtype, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["3", "kernels"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import copies
 import numpy as np
 import pytest
 import torch
@@ -46,9 +47,8 @@ FIGURES = (
 
 @pytest.mark.slow
 def test_the_last_line_of_the_benchmark_is_one_json_object() -> None:
-    command = [sys.executable, "-m", "verl_ext.cli", "bench", "advantages", "--quick", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    command = ["-m", "verl_ext.cli", "bench", "advantages", "--quick", "--json"]
+    done = copies.python(*command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=900)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for name in FIGURES:
@@ -69,9 +69,8 @@ def test_the_benchmark_refuses_no_threads(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_one_pass_over_the_logits_meets_its_goals() -> None:
-    command = [sys.executable, "-m", "verl_ext.cli", "bench", "logits", "--quick", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    command = ["-m", "verl_ext.cli", "bench", "logits", "--quick", "--json"]
+    done = copies.python(*command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     ratios = ("forward_ratio", "forward_backward_ratio", "forward_same_ratio", "forward_backward_same_ratio")
@@ -119,8 +118,8 @@ def test_the_benchmark_of_the_logits_refuses_what_it_cannot_do(capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_the_benchmark_of_turns_compares_the_same_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "verl_ext.cli", "bench", "turns", "--turns", "2,4", "--total", "8", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    command = ["-m", "verl_ext.cli", "bench", "turns", "--turns", "2,4", "--total", "8", "--json"]
+    done = copies.python(*command, timeout=900)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     tokens = {(case["turns"], case["stored"]): case["tokens"] for case in found["cases"]}

@@ -7,10 +7,9 @@ import json
 import math
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
+import copies
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -56,9 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_USE_EXTERNAL_MODULES": "",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER, str(STEPS)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = copies.python("-c", WRITER, STEPS, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

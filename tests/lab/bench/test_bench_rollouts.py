@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import copies
 import pytest
 
 from verl_ext import cli
+from verl_ext.cpu.platform import fork_worker
 from verl_ext.lab.bench import rollouts
 from verl_ext.lab.bench.rollouts import Cost
 
@@ -122,9 +122,9 @@ def test_what_cannot_be_measured_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.e2e
 def test_benchmark_runs_on_the_embedded_engine() -> None:
-    command = [sys.executable, "-m", "verl_ext.cli", "bench", "rollouts", "--quick", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = ["-m", "verl_ext.cli", "bench", "rollouts", "--quick", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", fork_worker.FROM: copies.imports()}
+    done = copies.python(*command, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["trajectories"] == 16 and found["calls"] == 72 and found["quick"] is True

@@ -1,7 +1,7 @@
 # verl_ext: every target does its own set-up in .venv and needs Python 3.11 and nothing else.
 #   make demo   train TRLOO on this machine's CPU and draw the reward curve
 #   make quick  the tests of a change, in three minutes: all that take less than a second, and two steps of verl's real trainer
-#   make test   all tests but those with SGLang, the fast ones first; vLLM and clients of the gateway have environments of their own, .venv-*
+#   make test   all tests, the fast ones first; vLLM, SGLang and clients of the gateway have environments of their own, .venv-*
 #   make test-vllm, make test-sglang   the tests with vLLM, with SGLang alone
 #   make test-gpu-stages   the stages of a first run on a GPU (examples/gpu), rehearsed on the CPU, alone
 #   make test-gpu   the tests that need a GPU with CUDA, alone; PYTHON_GPU=python names a Python with a torch for it
@@ -111,12 +111,11 @@ demo: $(STAMP)
 quick: $(STAMP_TEST) $(STAMP_TOKENIZERS)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'quick or not (seconds or slow or vllm or sglang or e2e)' $(ARGS)
 
-# One pytest for all, so that one line counts them; the tests with vLLM and clients start other Pythons.
-test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_CLIENTS) $(STAMP_OWL)
-	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) \
-		VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
-		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --ignore=tests/sglang_cpu --ignore=tests/gpu_stages \
-		--durations=40 $(ARGS)
+# One pytest for all, so that one line counts them; the tests with vLLM, SGLang and clients start other Pythons.
+test: $(STAMP_TEST) $(STAMP_TOKENIZERS) $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_CLIENTS) $(STAMP_OWL)
+	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) VERL_EXT_SGLANG_PYTHON=$(abspath $(BIN_SGLANG)/python) \
+		VERL_EXT_CLIENTS_PYTHON=$(abspath $(VENV_CLIENTS)/bin/python) VERL_EXT_OWL_PYTHON=$(abspath $(VENV_OWL)/bin/python) \
+		$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --ignore=tests/gpu_stages --durations=40 $(ARGS)
 
 test-vllm: $(STAMP_TEST) $(STAMP_VLLM)
 	VERL_EXT_VLLM_PYTHON=$(abspath $(BIN_VLLM)/python) $(BIN)/python -m pytest -m vllm $(ARGS)

@@ -109,6 +109,7 @@ def verl_configuration() -> Iterator[None]:
 
 
 RUNS = ("tests/e2e/", "tests/vllm_cpu/", "tests/sglang_cpu/")
+TOGETHER = "tests/sglang_cpu/"  # these runs share one import of SGLang
 PATIENT = "tests/e2e/test_methods.py"  # in these runs nothing has a time limit
 
 
@@ -121,7 +122,8 @@ class _Scheduler(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(RUNS) else super()._split_scope(nodeid)
+        alone = nodeid.startswith(RUNS) and not nodeid.startswith(TOGETHER)
+        return nodeid if alone else super()._split_scope(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
         late = self.nodes.index(node) >= len(os.sched_getaffinity(0))

@@ -9,19 +9,13 @@ from dataclasses import replace
 
 import copies
 import pytest
-import yaml
 from harness import REWARD, Lab, make_data, make_model
-from standing_ray import StandingRay
-
-from verl_ext.recipes import recipe_root
+from standing_ray import StandingRay, every_process
 
 
 @pytest.fixture(scope="session")
 def standing_ray() -> Iterator[StandingRay]:
-    recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text(encoding="utf-8"))
-    variables = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
-    variables.update(VERL_PLATFORM="cpu", VERL_EXT_STRICT="1", VERL_USE_EXTERNAL_MODULES="verl_ext.plugin")
-    ray = StandingRay(variables)
+    ray = StandingRay(every_process())
     yield ray
     ray.end()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import copies
 from metric_names import collisions
-from standing_ray import COPIED_WORKERS, StandingRay
+from standing_ray import StandingRay
 
 from verl_ext.cpu.platform import fork_worker
 
@@ -243,7 +243,7 @@ class Lab:
         said.unlink(missing_ok=True)
         if self.standing is not None:
             variables = self.standing.environment(variables)
-            command = [*self.standing.command(), COPIED_WORKERS]
+            command = [*self.standing.command(), self.standing.copied_workers()]
         elif self.copied is not None:
             source, variables[fork_worker.FROM] = self.copied
             if kill_when is None:  # the copy would outlive a SIGKILL

@@ -8,11 +8,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from guesses import worth
 from openai import AsyncOpenAI
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from verl_ext.rollout.environments import Observation
 from verl_ext.rollout.gateway.loop import GatewayLoop
 from verl_ext.rollout.multi_turn import MultiTurnVerifierLoop
 from verl_ext.rollout.orchestra import BoundAgent, Task, agent, orchestra
@@ -20,11 +20,6 @@ from verl_ext.rollout.orchestra.loop import OrchestraLoop
 from verl_ext.rollout.reasoning_gym_task import WRONG, Verdict
 from verl_ext.rollout.shared.one_output import rewards, runs
 from verl_ext.rollout.step_wise import StepWiseLoop
-
-
-def worth(text: str) -> float:
-    """Hardly ever the same for two answers."""
-    return sum(map(ord, text)) % 89 / 89
 
 
 class Replayed:
@@ -82,16 +77,6 @@ class Games(Replayed, StepWiseLoop):
 
 class Tools(Replayed, ToolAgentLoop):
     pass
-
-
-class Guesses:
-    """A game in which every word earns something."""
-
-    def reset(self, seed: int) -> Observation:
-        return Observation(f"room {seed}", task="Speak.")
-
-    def step(self, action: str) -> Any:
-        return Observation(f"You said {action[:4]}."), worth(action), False, {}
 
 
 @agent(role="Write.")

@@ -20,17 +20,27 @@ from copies import ASKS, COPIED, IMPORTS  # noqa: E402  (the process with these 
 #: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
 #: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
 NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
-#: A word of Hydra: the run's workers are copies of the process with the imports.
-COPIED_WORKERS = f"++ray_kwargs.ray_init.runtime_env.py_executable='{fork_worker.py_executable()}'"
+
+
+def every_process() -> dict[str, str]:
+    """Variables that the recipe `cpu` gives to every process of a run."""
+    import yaml
+
+    from verl_ext.recipes import recipe_root
+
+    recipe = yaml.safe_load((recipe_root() / "recipe" / "cpu.yaml").read_text(encoding="utf-8"))
+    variables = {name: str(value) for name, value in recipe["verl_ext"]["env"].items()}
+    return {**variables, "VERL_PLATFORM": "cpu", "VERL_EXT_STRICT": "1", "VERL_USE_EXTERNAL_MODULES": "verl_ext.plugin"}
 
 
 class StandingRay:
     """The processes, and what a run needs to use them."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
-        """Start; `variables` are those that the recipe `cpu` gives to every process of a run."""
+    def __init__(self, variables: dict[str, str], python: str = sys.executable, imports: str = IMPORTS) -> None:
+        """Start with `python`; `variables` are for every process of a run, `imports` the modules that all runs have and
+        that are neither Ray's nor verl's."""
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [python, str(Path(__file__).resolve()), imports],
             env={**os.environ, **variables, **NO_TOKENS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -49,6 +59,10 @@ class StandingRay:
         asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], source), strict=True)]
         start = [sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
         return ["env", *asks, *start, "exit_code", "-m", "verl.trainer.main_ppo"]
+
+    def copied_workers(self) -> str:
+        """A word of Hydra: the run's workers are copies of the process with the imports."""
+        return f"++ray_kwargs.ray_init.runtime_env.py_executable='{self.found['workers']}'"
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
         """`variables` for any launcher, and through Ray's job for every process of the run."""
@@ -75,8 +89,9 @@ def main() -> None:
     assert fork_worker.__file__ in " ".join(process.args), "Ray sets its workers up with a file of its own"
     raylet = process.pid
     found = {"address": context.address_info["address"], "raylet": str(raylet)}
+    found["workers"] = fork_worker.py_executable()
     os.environ[fork_worker.IDLE_S] = "inf"
-    for name, modules in (("imports", IMPORTS), ("launchers", fork_worker.IMPORTS)):
+    for name, modules in (("imports", sys.argv[1]), ("launchers", fork_worker.IMPORTS)):
         os.environ.update({**dict(zip(ASKS, (str(raylet), name), strict=True)), fork_worker.MODULES: modules})
         with fork_worker.connect(raylet) as connection:
             found.setdefault("imports", connection.getpeername())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import Run
-from standing_ray import COPIED_WORKERS, StandingRay
+from standing_ray import StandingRay
 
 from verl_ext.lab.whatif.records import advantages, read
 
@@ -23,7 +23,7 @@ def demo(out: Path, *words: str, ray: StandingRay | None = None) -> str:
     command = [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words]
     environment = dict(os.environ)
     if ray is not None:
-        command.append(COPIED_WORKERS)
+        command.append(ray.copied_workers())
         environment |= ray.environment({"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")})
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

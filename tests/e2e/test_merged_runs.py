@@ -78,7 +78,7 @@ def test_each_kind_of_loop_has_the_same_gradient_merged_and_not(standing_lab: La
                 f"+verl_ext.models.twin.model.path={model}",
                 "+verl_ext.models.twin.model.lora_rank=4",
                 "verl_ext.gateway.agent=replayed_loops:ask",
-                "verl_ext.environment.name=replayed_loops:Guesses",
+                "verl_ext.environment.name=guesses:Guesses",
                 "verl_ext.environment.max_steps=3",
                 "verl_ext.environment.history=continue",
                 "verl_ext.environment.action_tag=null",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import Lab
-from standing_ray import COPIED_WORKERS, StandingRay
+from standing_ray import StandingRay
 
 from verl_ext.lab.new_recipe import new_recipe
 
@@ -23,7 +23,7 @@ def test_a_package_written_by_new_recipe_trains_two_steps(
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(folder)], check=True)
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
-    overrides = ["algorithm.centred.scale=3.0", COPIED_WORKERS]
+    overrides = ["algorithm.centred.scale=3.0", standing_ray.copied_workers()]
     # Not a copy of the other runs' launcher, which would have loaded the methods before.
     environment = standing_ray.environment(
         {"PYTHONPATH": path, "VERL_FILE_LOGGER_PATH": str(copied_lab.root / "centred" / "metrics.jsonl")}

@@ -184,8 +184,9 @@ def test_verls_teacher_is_asked_for_its_top_tokens_and_its_own_loss_counts_nothi
     assert of_verl.use_task_rewards is True and of_verl.use_policy_gradient is False
     with pytest.raises(OptionError, match=r"sends its top tokens alone\. Set .*teacher_topk to a number"):
         checks.check(config(*teacher, f"{LOSS}.teacher_topk=null"))
-    with pytest.raises(OptionError, match="vllm or sglang alone"):
-        checks.check(config(*teacher, "distillation.teacher_models.teacher_model.inference.name=embedded"))
+    for engine in ("embedded", "sglang"):
+        with pytest.raises(OptionError, match=r"needs vllm: SGLang .*teacher_models\.\*\.inference\.name=vllm"):
+            checks.check(config(*teacher, f"distillation.teacher_models.teacher_model.inference.name={engine}"))
     several = "actor_rollout_ref.rollout.agent.default_agent_loop=verl_ext_multi_turn"
     with pytest.raises(OptionError, match="last sequence of a trajectory alone.*verl_ext_multi_turn makes several"):
         checks.check(config(*teacher, f"{LOSS}.teacher_topk=16", several))

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 from pathlib import Path
-from typing import Any
 
+import pandas
+import psutil
 import pytest
 import torch
-from harness import Lab, Run, eventually, make_data, other_tokenizer, processes, steps_logged
-from served import finite, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
+from harness import Lab, Run, eventually, make_data, other_tokenizer
+from served import agree, finite, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
 
 pytestmark = pytest.mark.sglang
 
@@ -43,39 +43,67 @@ def solve(task, *, base_url, api_key, model):
 """
 
 
-def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
-    """Three steps with validation: the sampler follows the weights, to float32 rounding, and nothing stays behind.
+def test_multi_turn_training_pruned_until_the_engine_dies(standing_lab: Lab) -> None:
+    """Three steps: the sampler follows the weights, to float32 rounding. Then SGLang's own processes are killed: the
+    run ends, and the same command goes on.
 
     `dvp.rho` reaches SGLang as min_p: no token from outside the set; its log-probabilities, of the full softmax, are
-    trained as those of the set. Validation is played by an agent at the gateway.
+    trained as those of the set. Validation is played by row: an agent at the gateway, a game, a kernel, verl's tools.
     """
-    (sglang_lab.root / "client.py").write_text(CLIENT)
-    run = start(
-        "sglang",
-        sglang_lab,
-        "multi_turn",
-        "[dvp,trloo,cpu]",
-        [
-            f"dvp.rho={RHO}",
-            "trainer.total_training_steps=3",
-            "trainer.save_freq=1",
-            f"verl_ext.record_dir={sglang_lab.root / 'multi_turn' / 'records'}",
-            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-            "trainer.val_before_train=true",
-            "trainer.test_freq=3",
-            f"data.val_files={make_data(sglang_lab.root, 8, 'verl_ext_gateway')}",
-            f"+verl_ext.gateway.agent={sglang_lab.root / 'client.py'}:solve",
-            "data.max_prompt_length=320",
-            "actor_rollout_ref.rollout.calculate_log_probs=true",
-            "actor_rollout_ref.actor.optim.lr=3e-4",  # as with vLLM
-        ],
-    ).check()
+    lab = standing_lab
+    (lab.root / "client.py").write_text(CLIENT)
+    loops = lab.root / "pruned.yaml"
+    loops.write_text("- {name: recording, _target_: sglang_loops.LastWords}\n")
+    played = ("verl_ext_gateway", "verl_ext_step_wise", "verl_ext_kernels", "tool_agent")
+    data = [make_data(lab.root, 2, name) for name in played]
+    rows = pandas.concat([pandas.read_parquet(path).assign(data_source=path.stem) for path in data], ignore_index=True)
+    kernels = rows["agent_name"] == "verl_ext_kernels"
+    rows.loc[kernels, "extra_info"] = [{"index": index, "task": "fuse-0"} for index in range(sum(kernels))]
+    rows.to_parquet(lab.root / "asked.parquet")
+
+    def play(*more: str) -> Run:
+        return start(
+            "sglang",
+            lab,
+            "pruned",
+            "[dvp,trloo,step_wise,cpu]",
+            [
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+                f"dvp.rho={RHO}",
+                "trainer.total_training_steps=4",
+                "trainer.save_freq=1",
+                f"verl_ext.record_dir={lab.root / 'pruned' / 'records'}",
+                "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+                f"data.val_files={lab.root / 'asked.parquet'}",
+                f"+verl_ext.gateway.agent={lab.root / 'client.py'}:solve",
+                f"actor_rollout_ref.rollout.multi_turn.function_tool_path={E2E / 'always_calls.py'}",
+                "actor_rollout_ref.rollout.multi_turn.format=always_calls",
+                "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+                "verl_ext.environment.name=guesses:Guesses",
+                "verl_ext.environment.max_steps=3",
+                "verl_ext.environment.history=continue",
+                "verl_ext.environment.action_tag=null",
+                "verl_ext.environment.template=compact",
+                "data.max_prompt_length=320",
+                "data.max_response_length=64",
+                "actor_rollout_ref.rollout.calculate_log_probs=true",
+                "actor_rollout_ref.actor.optim.lr=3e-4",  # as with vLLM
+                *more,
+            ],
+            paths=[HERE],
+        )
+
+    run = play("trainer.val_before_train=true")
+    assert run.code != 0
     metrics = run.metrics
-    assert sorted(metrics) == [0, 1, 2, 3]
-    for number in (0, 3):
-        assert metrics[number]["val-aux/toy/refused/mean@1"] == 1
-        assert metrics[number]["val-aux/toy/pieces/mean@1"] > 1
-    folders = {0: sglang_lab.model}
+    assert sorted(metrics) == [0, 1, 2, 3], run.log[-6000:]
+    assert "ActorDiedError" in run.log and "SGLangHttpServer" in run.log
+    assert metrics[0]["val-aux/verl_ext_gateway/refused/mean@1"] == 1
+    assert metrics[0]["val-aux/verl_ext_gateway/pieces/mean@1"] > 1
+    assert metrics[0]["val-aux/verl_ext_kernels/turns/mean@1"] == 3  # none is right: the model is untrained
+    assert metrics[0]["val-core/verl_ext_step_wise/reward/mean@1"] > 0
+    assert metrics[0]["val-core/tool_agent/acc/mean@1"] > 0 and metrics[0]["val-aux/num_turns/max"] == 6
+    folders = {0: lab.model}
     for step in (1, 2):
         folders[step] = run.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
     for number in (1, 2, 3):
@@ -85,89 +113,123 @@ def test_multi_turn_training_pruned(sglang_lab: Lab) -> None:
         assert step["actor/grad_norm"] > 0
         assert step["mismatch_unpruned/max"] <= 1e-5  # SGLang's are of the full softmax,
         assert step["training/rollout_probs_diff_max"] > 0.1  # as verl's metric has them, before they are renormalised
-        record = torch.load(sglang_lab.root / "multi_turn" / "records" / f"{number}.pt")
+        record = torch.load(lab.root / "pruned" / "records" / f"{number}.pt")
         if trained_as_sampled(folders[number - 1], record, RHO):
             assert step["mismatch/max"] <= 1e-5
         assert step["dvp/out_of_set_fraction"] <= 0.01
 
     # What the engine sampled with the weights of a step, and reported of the full softmax, against those weights.
     for step, folder in folders.items():
-        found = records(sglang_lab, "multi_turn", step)
+        found = records(lab, "pruned", step)
         assert {record["turn"] for record in found} == {0, 1}
         assert worst_difference(folder, found[-6:]) <= 2e-5
-    stale = worst_difference(sglang_lab.model, records(sglang_lab, "multi_turn", 2)[-6:])
+    stale = worst_difference(lab.model, records(lab, "pruned", 2)[-6:])
     assert stale > 0.01, f"the update changed log-probabilities by {stale} only: this test would not see a missing sync"
-    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
 
-    found = records(sglang_lab, "multi_turn", 0)[-32:]  # of the first step
-    ratios = torch.cat([true_log_probs(sglang_lab.model, record)[1] for record in found])
+    found = records(lab, "pruned", 0)[-32:]  # of the first step
+    ratios = torch.cat([true_log_probs(lab.model, record)[1] for record in found])
     assert float(ratios.min()) >= math.log(RHO) - 1e-5
     # Without min_p this model would have left the set: the test bites.
-    kept = torch.exp(
-        torch.cat([true_log_probs(sglang_lab.model, r)[0] - true_log_probs(sglang_lab.model, r, RHO)[0] for r in found])
-    )
+    kept = torch.exp(torch.cat([true_log_probs(lab.model, r)[0] - true_log_probs(lab.model, r, RHO)[0] for r in found]))
     assert float(kept.mean()) < 0.95
 
+    run = play().check()
+    assert sorted(run.metrics) == [0, 1, 2, 3, 4] and finite(run.metrics[4])
+    assert "setting global step to 3" in run.log
+    pids = list(map(int, (lab.root / "pruned.jsonl.engine").read_text().split()))
+    assert len(pids) > 4 and eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
-def test_a_team_on_three_models_killed_and_resumed(sglang_lab: Lab) -> None:
+
+def test_a_team_on_three_models(standing_lab: Lab) -> None:
     """Two models that are trained, one of them an adapter whose merged weights are sent, and one that is served alone,
-    each with a server of its own, in `colocate_async`."""
-    other, still = (other_tokenizer(sglang_lab.root / name) for name in ("other", "still"))
+    each with a server of its own, in `colocate_async`: an answer that is stopped for an update goes on with the new
+    weights, token for token. Validation is played by a loop that asks for what verl hands through to SGLang."""
+    lab = standing_lab
+    other, still = (other_tokenizer(lab.root / name) for name in ("other", "still"))
     sharpen(other)
-    loops = sglang_lab.root / "team.yaml"
-    loops.write_text("- {name: observed, _target_: sglang_loops.Observed}\n")
-    record = sglang_lab.root / "team.jsonl"
+    loops = lab.root / "team.yaml"
+    entries = {"observed": "sglang_loops.Observed", "asks": "sglang_loops.Asks"}
+    loops.write_text("".join(f"- {{name: {name}, _target_: {target}}}\n" for name, target in entries.items()))
+    record = lab.root / "team.jsonl"
 
-    def play(steps: int, **more: Any) -> Run:
-        return sglang_lab.run(
-            "team",
-            "[dr_mas,cpu]",
-            [
-                "actor_rollout_ref.rollout.name=sglang",
-                "trainer.v1.trainer_mode=colocate_async",
-                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
-                "actor_rollout_ref.rollout.agent.default_agent_loop=observed",
-                "+verl_ext.orchestra.name=judged_drafts",
-                "+verl_ext.orchestra.modules=[sglang_loops]",
-                f"+verl_ext.models.other.model={{path: {other}, lora_rank: 4, lora: {{merge: true}}}}",
-                f"+verl_ext.models.still={{trained: false, model: {{path: {still}}}}}",
-                "+verl_ext.orchestra.agents={critic: {model: other}, judge: {model: still, max_tokens: 4}}",
-                "data.train_batch_size=2",
-                "data.max_prompt_length=256",
-                "data.max_response_length=48",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-                "actor_rollout_ref.actor.optim.lr=3e-4",
-                "actor_rollout_ref.rollout.calculate_log_probs=true",
-                "verl_ext.updates_per_batch=1",
-                "trainer.save_freq=1",
-                f"trainer.total_training_steps={steps}",
-            ],
-            environment={
-                "PYTHONPATH": os.pathsep.join(map(str, [HERE, E2E, os.environ.get("PYTHONPATH", "")])),
-                "RECORD": str(record),
-            },
-            **more,
-        )
-
-    killed = play(100, kill_when=lambda folder: steps_logged(folder) >= 2)
-    assert killed.code == -signal.SIGKILL, killed.log[-6000:]
-    agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
-    assert eventually(lambda: set(processes(killed.folder)) <= agents), processes(killed.folder)
-    saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    run = play(saved + 2).check()
-    assert f"setting global step to {saved}" in run.log
-    assert sorted(run.metrics) == list(range(1, saved + 3))
-    for step, metrics in run.metrics.items():
+    run = lab.run(
+        "team",
+        "[dr_mas,cpu]",
+        [
+            "actor_rollout_ref.rollout.name=sglang",
+            "trainer.v1.trainer_mode=colocate_async",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=observed",
+            "+verl_ext.orchestra.name=judged_drafts",
+            "+verl_ext.orchestra.modules=[sglang_loops]",
+            f"+verl_ext.models.other.model={{path: {other}, lora_rank: 4, lora: {{merge: true}}}}",
+            f"+verl_ext.models.still={{trained: false, model: {{path: {still}}}}}",
+            "+verl_ext.orchestra.agents={critic: {model: other}, judge: {model: still}}",
+            f"data.val_files={make_data(lab.root, 1, 'asks')}",
+            "trainer.val_before_train=true",
+            "actor_rollout_ref.rollout.skip_tokenizer_init=false",  # or min_new_tokens ends SGLang's scheduler
+            "data.shuffle=false",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=128",
+            "data.max_response_length=320",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.optim.lr=3e-4",
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            "verl_ext.updates_per_batch=1",
+            "trainer.save_freq=1",
+        ],
+        environment={
+            "PYTHONPATH": os.pathsep.join(map(str, [HERE, E2E, os.environ.get("PYTHONPATH", "")])),
+            "RECORD": str(record),
+        },
+    ).check()
+    assert sorted(run.metrics) == [0, 1, 2]
+    assert run.metrics[0]["val-core/toy/reward/mean@1"] == 1, run.metrics[0]  # all was done as asked
+    for step in (1, 2):
+        metrics = run.metrics[step]
         assert finite(metrics) and metrics["rollout/turns"] == 40
         # verl rounds merged weights to bfloat16 on their way (transformer_impl.py line 1082).
         for name, bound in (("policy", 1e-5), ("other", 1e-2)):
             assert metrics[f"actor/{name}/grad_norm"] > 0
-            if step in (1, saved + 1):  # of the weights that each start begins with
+            if step == 1:
                 assert metrics[f"training/{name}/rollout_probs_diff_max"] <= bound
         assert metrics["model/still/sequences"] == 8 and not any(key.startswith("actor/still/") for key in metrics)
-    said = {(row["agent_id"], row["model"]) for row in run.rows(saved + 2)}
+    said = {(row["agent_id"], row["model"]) for row in run.rows(2)}
     assert said == {("writer", "policy"), ("critic", "other"), ("judge", "still")}
-    calls = [json.loads(line) for line in record.read_text().splitlines()]
+    calls = [json.loads(line) for line in record.read_text().split("\n") if line]
     for model in ("policy", "other", "still"):  # each server is told which weights it has
-        assert {call["max_global_steps"] for call in calls if call["model"] == model} >= {0, saved}
-    assert eventually(lambda: not processes(run.folder)), processes(run.folder)
+        assert {call["max_global_steps"] for call in calls if call["model"] == model} >= {0, 1}
+
+    policy = [call for call in calls if call["model"] == "policy"]
+    crossing = [call for call in policy if (call["min_global_steps"], call["max_global_steps"]) == (0, 1)]
+    assert crossing and {len(call["answer"]) for call in crossing} == {300}
+    after = run.folder / "checkpoints" / "global_step_1" / "actor" / "policy" / "huggingface"
+    for call in crossing[:4]:
+        old, new = (
+            (true_log_probs(folder, call)[0] - torch.tensor(call["log_probs"])).abs() <= 3e-5
+            for folder in (lab.model, after)
+        )
+        turn = int((~old).int().argmax())  # the first token that is not of the weights before
+        assert turn > 0 and new[turn:].all() and not new[:turn].all()
+
+
+def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
+    run = start(
+        "sglang",
+        standing_lab,
+        "apart",
+        "[trloo,cpu]",
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "trainer.v1.separate_async.parameter_sync_step=1",
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+        ],
+    ).check()
+    assert sorted(run.metrics) == [1, 2]
+    agree(run.metrics[1])
+    for step, metrics in run.metrics.items():
+        assert finite(metrics) and metrics["actor/grad_norm"] > 0
+        assert 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step

@@ -21,8 +21,8 @@ from verl_ext.integration.settings.options import OptionError, select
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OF_ALL = {"loss_mode": "vanilla", "kl_direction": "reverse", "teacher_topk": None}
 """Keys of `LOSS` that the engines of all models are told once, with their defaults."""
-TEACHER_SERVERS = ("vllm", "sglang")
-"""Engines that verl asks for a teacher's log-probabilities."""
+TEACHER_SERVERS = ("vllm",)
+"""Engines that verl can ask for a teacher's log-probabilities (0.9.1 asks SGLang with an argument it has not)."""
 
 
 class Imitation(Part):
@@ -76,8 +76,8 @@ class Imitation(Part):
             loop = str(select(policy.rollout.agent, "default_agent_loop"))
             refused |= {
                 f"verl's teacher sends its top tokens alone. Set {LOSS}.teacher_topk to a number.": top_k is None,
-                "verl asks a teacher of vllm or sglang alone. Set distillation.teacher_models.*.inference.name to one "
-                "of them, or distillation.enabled=false: the reference is the teacher then.": (
+                "verl's teacher needs vllm: SGLang 0.5.12 does not take what verl asks with (detokenize). Set "
+                "distillation.teacher_models.*.inference.name=vllm, or distillation.enabled=false.": (
                     not names <= set(TEACHER_SERVERS)
                 ),
                 "verl asks its teacher for the last sequence of a trajectory alone, and actor_rollout_ref.rollout."

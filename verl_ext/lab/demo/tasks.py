@@ -103,7 +103,7 @@ SUMS = DemoTask(
     summary="sums of two digits by a model that knows them and mostly gives up, three tries with feedback",
     prepare=prepare_sums,
     chance=guessing,
-    settings=Settings(steps=28, prompts=16, samples=4, learning_rate=2e-4, val_every=14, save_every=14),
+    settings=Settings(steps=28, prompts=16, samples=4, learning_rate=5e-4, val_every=14, save_every=14),
 )
 LAKE = DemoTask(
     name="lake",

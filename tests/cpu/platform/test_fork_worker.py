@@ -19,9 +19,10 @@ import pytest
 from verl_ext.cpu.platform import fork_worker
 
 WORKER = """
-import json, os, sys
+import json, os, signal, sys
 print(json.dumps({"argv": sys.argv[1:], "name": os.environ["NAME"], "cwd": os.getcwd(), "pid": os.getpid(),
-                  "forked": "wave" in sys.modules}), flush=True)
+                  "forked": "wave" in sys.modules,
+                  "quits": signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL}), flush=True)
 if "wait" in sys.argv:
     import time
     time.sleep(600)
@@ -35,6 +36,11 @@ def eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def in_the_background() -> None:
+    """As a shell starts a job with `&`."""
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
 class Node:
@@ -60,7 +66,13 @@ class Node:
         }
         command = [sys.executable, *flags.split(), fork_worker.__file__, str(self.script), *arguments]
         worker = subprocess.Popen(
-            command, env=environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=in_the_background,
         )
         self.workers.append(worker)
         return worker
@@ -115,7 +127,7 @@ def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_files(node: N
     answers = [node.answer(worker) for worker in workers]
     assert [one["argv"] for one in answers] == [["a", "b c"], ["wait"]]
     assert [one["name"] for one in answers] == ["worker 0", "worker 1"]
-    assert all(one["forked"] and one["cwd"] == str(node.folder) for one in answers)
+    assert all(one["forked"] and one["quits"] and one["cwd"] == str(node.folder) for one in answers)
     assert workers[0].wait(120) == 0
     assert workers[1].poll() is None  # stands in as long as the worker lives
     workers[1].send_signal(signal.SIGTERM)  # and hands signals on

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import socketserver
 import sys
@@ -70,6 +71,8 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)
+        # A shell's background job ignores it and hands that on; SGLang's server ends by it when its scheduler has died.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         if "numpy" in sys.modules:  # Python's own generator is seeded anew by the fork, torch's is as after its import
             sys.modules["numpy"].random.seed()
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]

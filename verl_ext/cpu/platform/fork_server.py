@@ -71,7 +71,8 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)
-        # A shell's background job ignores it and hands that on; SGLang's server ends by it when its scheduler has died.
+        # SGLang's server ends itself by SIGQUIT when its scheduler has died. A shell's background job ignores it, as
+        # does all that such a job starts.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         if "numpy" in sys.modules:  # Python's own generator is seeded anew by the fork, torch's is as after its import
             sys.modules["numpy"].random.seed()

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from vector_cases import assert_expected, case_name, load_cases, token_field
 
 from verl_ext.methods.kpo import kalman_filter, kalman_gains, kpo_loss_terms, steady_state_gain, time_constant
 
-QS = [1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1e-1, 1.0]
+qs, seeds = st.floats(-8.0, 0.0).map(lambda exponent: 10.0**exponent), st.integers(0, 2**32 - 1)
 
 
 def sequential(z, q, mask=None, skip=False):
@@ -71,42 +72,41 @@ def test_vectors(case, dtype):
     assert_expected(case, "filtered_log_ratio", kalman_filter((new - old).detach(), q, mask) * mask)
 
 
-@functools.cache
-def observations(length):
-    """z [rows, T], and the recurrence over z and over |z| for every q of QS, [q, 2, rows, T]."""
-    rng = np.random.default_rng(length)
-    rows = 2 if length > 10000 else 5
-    z = rng.normal(size=(rows, length)) * 0.1 + rng.normal(size=(rows, 1)) * 0.05
-    every = sequential(np.tile([*z, *np.abs(z)], (len(QS), 1)), np.repeat(QS, 2 * rows))
-    return z, every.reshape(len(QS), 2, rows, length)
-
-
 @pytest.mark.seconds
-@pytest.mark.parametrize("q", QS)
-@pytest.mark.parametrize("length", [1, 2, 17, 4096, 131072])
-def test_filter_matches_the_sequential_recurrence(q, length):
-    z, every = observations(length)
-    expected, scale = every[QS.index(q)]
-    double = kalman_filter(torch.from_numpy(z), q).numpy()
-    assert np.abs(double - expected).max() <= 1e-12 * max(1.0, np.abs(z).max())
-    single = kalman_filter(torch.from_numpy(z).float(), q).numpy()
-    # Relative to the sum of absolute contributions, 1e-6 is a few roundings of float32.
-    assert np.abs(single - expected).max() <= 1e-6 * scale.max()
+@settings(max_examples=15)
+@given(st.lists(qs, min_size=4, max_size=4), st.integers(1, 1500), seeds)
+@example([1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1e-1, 1.0], 131072, 0)
+def test_filter_matches_the_sequential_recurrence(every, length, seed):
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(2, length)) * 0.1 + rng.normal(size=(2, 1)) * 0.05
+    found = sequential(np.tile([*z, *np.abs(z)], (len(every), 1)), np.repeat(every, 4)).reshape(len(every), 2, 2, -1)
+    for q, (expected, scale) in zip(every, found, strict=True):
+        double = kalman_filter(torch.from_numpy(z), q).numpy()
+        assert np.abs(double - expected).max() <= 1e-12 * max(1.0, np.abs(z).max())
+        single = kalman_filter(torch.from_numpy(z).float(), q).numpy()
+        # Relative to the sum of absolute contributions, 1e-6 is a few roundings of float32.
+        assert np.abs(single - expected).max() <= 1e-6 * scale.max()
 
 
-@pytest.mark.parametrize("q", [1e-6, 1e-2, 1.0])
+@settings(max_examples=20)
+@given(qs)
+@example(1e-6)
+@example(1.0)
 def test_constant_offset_has_its_closed_form(q):
     # x_t = c (1 - 1 / prod), approximately c (1 - sech(sqrt(q) t)) for small q.
     length = 3000
     x = kalman_filter(torch.full((1, length), 2.0, dtype=torch.float64), q)[0].numpy()
     remaining = np.exp(np.cumsum(np.log1p(-kalman_gains(length, q))))
     np.testing.assert_allclose(x, 2.0 * (1 - remaining), rtol=1e-9, atol=1e-12)
-    if q == 1e-6:
+    if q <= 1e-6:
         t = np.arange(1, length + 1)
         np.testing.assert_allclose(x, 2.0 * (1 - 1 / np.cosh(math.sqrt(q) * t)), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("q", [1e-8, 1e-6, 1e-4, 1e-2, 1.0])
+@settings(max_examples=10)
+@given(qs)
+@example(1e-8)
+@example(1.0)
 def test_gains(q):
     gains = kalman_gains(131072, q)
     assert gains.dtype == np.float64 and gains.shape == (131072,)
@@ -138,11 +138,13 @@ def holes(rows, length, seed=0):
     return mask
 
 
-@pytest.mark.parametrize("q", [1e-6, 1e-3, 1.0])
 @pytest.mark.parametrize("mask_mode", ["zero_observation", "skip"])
-def test_mask_modes(q, mask_mode):
-    mask = holes(7, 333)
-    z = np.random.default_rng(1).normal(size=mask.shape)
+@settings(max_examples=15)
+@given(qs, st.integers(1, 7), st.integers(1, 100), seeds)
+@example(1.0, 7, 333, 0)
+def test_mask_modes(mask_mode, q, rows, length, seed):
+    mask = holes(rows, length, seed)
+    z = np.random.default_rng(seed).normal(size=mask.shape)
     poisoned = np.where(mask, z, np.nan)
     got = kalman_filter(torch.from_numpy(poisoned), q, torch.from_numpy(mask), mask_mode).numpy()
     np.testing.assert_allclose(got, sequential(z, q, mask, mask_mode == "skip"), atol=1e-13)
@@ -166,13 +168,13 @@ def terms(batch=6, length=50, seed=0, spread=0.3, dtype=torch.float64, mask=None
     return old, new, advantages, mask
 
 
-@pytest.mark.parametrize("is_clip", [True, False])
-@pytest.mark.parametrize("mask_mode", ["zero_observation", "skip"])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("max_log_ratio", [10.0, 0.01])
-def test_loss_and_gradient_follow_the_definition(is_clip, mask_mode, weighted, max_log_ratio):
-    mask = torch.from_numpy(holes(6, 50, 3)).long()
-    old, new, advantages, mask = terms(mask=mask)
+@settings(max_examples=12)
+@given(st.booleans(), st.sampled_from(["zero_observation", "skip"]), st.booleans(), st.floats(1e-3, 10.0), seeds)
+@example(True, "skip", True, 0.01, 3)
+@example(False, "zero_observation", False, 0.01, 3)
+def test_loss_and_gradient_follow_the_definition(is_clip, mask_mode, weighted, max_log_ratio, seed):
+    mask = torch.from_numpy(holes(6, 50, seed)).long()
+    old, new, advantages, mask = terms(seed=seed, mask=mask)
     weights = torch.rand(6, 50, dtype=torch.float64) * 2 if weighted else None
     new.requires_grad_(True)
     options = {"q": 0.02, "r": 2.0, "clip_ratio_low": 0.01, "clip_ratio_high": 0.02}

@@ -304,7 +304,7 @@ class _Lessons:
             if steps % recipe.eval_every == 0:
                 greedy = self.greedy_success()
                 tell(f"  warm-up, right answers: step {steps}, loss {loss:.3f}, greedy success {greedy:.2f}")
-                if greedy >= recipe.skill_target:
+                if recipe.skill_target is not None and greedy >= recipe.skill_target:
                     break
         return steps
 

@@ -34,7 +34,7 @@ class WarmupRecipe:
     habit_learning_rate: float = 0.2  # of AdamW for the row of the token that gives up, in the second phase
     even_learning_rate: float = 2e-3  # of AdamW for all weights, in the third
     skill_steps: int = 200  # most steps of the first phase, right answers
-    skill_target: float = 0.9  # measured share of right greedy answers that ends it
+    skill_target: float | None = 0.9  # measured share of right greedy answers that ends it; None: it has all its steps
     habit_steps: int = 60  # least steps of the second phase, in which giving up is taken up
     max_habit_steps: int = 100  # most steps of it
     even_steps: int = 0  # steps of the third phase, which makes giving up about as likely for each question
@@ -58,7 +58,7 @@ def sums_recipe() -> WarmupRecipe:
         held_out=False,
         batch_size=96,
         skill_steps=240,
-        skill_target=0.999,
+        skill_target=None,  # a learning rate that has not come down yet leaves less than the greedy answers show
         habit_steps=30,
         even_steps=90,
         give_up_share=0.9,

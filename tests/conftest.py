@@ -109,7 +109,7 @@ def verl_configuration() -> Iterator[None]:
 
 
 RUNS = ("tests/e2e/", "tests/vllm_cpu/", "tests/sglang_cpu/")
-TOGETHER = "tests/sglang_cpu/"  # these runs share one import of SGLang
+TOGETHER = ("tests/vllm_cpu/", "tests/sglang_cpu/")  # their runs share one import of vLLM or SGLang
 PATIENT = "tests/e2e/test_methods.py"  # in these runs nothing has a time limit
 
 

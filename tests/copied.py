@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python copied.py FILE WORDS``: what ``python WORDS`` does, in a copied process; the exit code goes to the file."""
+"""``python copied.py FILE WORDS``: what ``python WORDS`` does, in a copied process; the exit code goes to the file.
+
+The process's own number is in ``FILE.pid``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 for name in ("RAY_RAYLET_PID", "RAY_JOB_ID"):  # it is no worker of Ray
     del os.environ[name]
 _, file, *sys.argv = sys.argv
+Path(f"{file}.pid").write_text(str(os.getpid()))
 code = 0
 try:
     if sys.argv[0] == "-m":

@@ -209,8 +209,8 @@ class Lab:
         """Run `main_ppo`; with `kill_when`, send `kill_with` to the launcher once that holds for the run's folder.
 
         Without a Ray that stands, the run is the command that a user types, from its imports to the end of its Ray;
-        with `copied` it has a Ray of its own, and imports of what is neither Ray nor verl nor ours are copied (a
-        launcher that is to be killed has its own). A run that outlives `timeout` seconds is killed and fails the test.
+        with `copied` it has a Ray of its own, and imports of what is neither Ray nor verl nor ours are copied. A run
+        that outlives `timeout` seconds is killed and fails the test.
         A run in the Ray that stands which Ray itself has ended is done again in a Ray of its own, with a warning.
         """
         run = self._run(name, recipe, overrides, environment, kill_when, kill_with, timeout)
@@ -239,15 +239,14 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         variables = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **(environment or {})}
         command = [self.python, "-m", "verl.trainer.main_ppo"]
-        said = folder / "exit_code"
+        said, pid = folder / "exit_code", folder / "exit_code.pid"
         said.unlink(missing_ok=True)
         if self.standing is not None:
             variables = self.standing.environment(variables)
             command = [*self.standing.command(), self.standing.copied_workers()]
         elif self.copied is not None:
             source, variables[fork_worker.FROM] = self.copied
-            if kill_when is None:  # the copy would outlive a SIGKILL
-                command = copies.command(source, Path("exit_code"), *command[1:])
+            command = copies.command(source, Path("exit_code"), *command[1:])
         copied = command[0] == "env"
         command += self.arguments(folder, recipe, overrides)
         started = time.monotonic()
@@ -264,7 +263,8 @@ class Lab:
                 while child.poll() is None:
                     time.sleep(0.1)
                     if kill_when is not None and kill_when(folder):
-                        child.send_signal(kill_with)
+                        # A copy would outlive a SIGKILL of its stand-in.
+                        os.kill(int(pid.read_text()) if copied else child.pid, kill_with)
                         kill_when = None
                     if time.monotonic() - started > timeout:
                         child.terminate()  # reaches a copy too, whose stand-in this is

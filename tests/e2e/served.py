@@ -7,12 +7,15 @@ import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from copies import IMPORTS
 from harness import REWARD, Lab, Run, make_data, make_model
+from standing_ray import StandingRay, every_process
 
 HERE = Path(__file__).resolve().parent
 EDGE = 1e-5  # a token so near to the edge of the set is in it or not by the rounding of float32
@@ -55,6 +58,15 @@ def make_lab(root: Path, python: str) -> Lab:
     (root / "loops.yaml").write_text("- {name: recording, _target_: recording_loop.Recording}\n")
     (root / "talk.py").write_text(TALK)
     return Lab(model=model, data=data, reward=reward, root=root, python=python)
+
+
+def standing(lab: Lab, environment: Mapping[str, str], imports: Path) -> Iterator[Lab]:
+    """A lab whose runs share a Ray, and one import of an engine, which the file `imports` does."""
+    path = os.pathsep.join(filter(None, [str(imports.parent), os.environ.get("PYTHONPATH")]))
+    variables = {**every_process(), **environment, "PYTHONPATH": path}
+    ray = StandingRay(variables, lab.python, f"{IMPORTS},{imports.stem}")
+    yield replace(lab, standing=ray)
+    ray.end()
 
 
 def start(

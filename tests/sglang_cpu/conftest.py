@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
-from copies import IMPORTS  # noqa: E402
 from harness import Lab  # noqa: E402
-from served import make_lab  # noqa: E402
-from standing_ray import StandingRay, every_process  # noqa: E402
+from served import make_lab, standing  # noqa: E402
 
 from verl_ext.cpu.platform import sglang_cpu  # noqa: E402
 
@@ -36,9 +33,4 @@ def sglang_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def standing_lab(sglang_lab: Lab) -> Iterator[Lab]:
-    """Runs share a Ray, and one import of SGLang."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    variables = {**every_process(), **sglang_cpu.ENVIRONMENT, "PYTHONPATH": path}
-    ray = StandingRay(variables, PYTHON, f"{IMPORTS},sglang_imports")
-    yield replace(sglang_lab, standing=ray)
-    ray.end()
+    yield from standing(sglang_lab, sglang_cpu.ENVIRONMENT, HERE / "sglang_imports.py")

@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pandas
 import psutil
 import pytest
 import torch
-from harness import Lab, Run, eventually, make_data, other_tokenizer
+from harness import Lab, Run, eventually, make_data, other_tokenizer, processes, steps_logged
 from served import agree, finite, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 pytestmark = pytest.mark.sglang
 
@@ -40,6 +43,21 @@ def solve(task, *, base_url, api_key, model):
     except openai.APIStatusError as error:
         refused = "seed can't be had from sglang" in str(error)
     return {"reward": 0.0, "info": {"pieces": len(pieces), "refused": float(refused)}}
+"""
+# A reward function that asks the reward model, and writes down what it said.
+JUDGED = """
+import json, os
+import aiohttp
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, reward_router_address, **kwargs):
+    async with aiohttp.ClientSession() as session:
+        asked = {"model": "judge", "input": solution_str or " "}
+        async with session.post(f"http://{reward_router_address}/v1/embeddings", json=asked) as reply:
+            score = (await reply.json())["data"][-1]["embedding"][-1]
+    with open(os.environ["RECORD"] + ".judged", "a", encoding="utf-8") as file:
+        file.write(json.dumps([asked["input"], score]) + "\\n")
+    return score
 """
 
 
@@ -142,10 +160,11 @@ def test_multi_turn_training_pruned_until_the_engine_dies(standing_lab: Lab) -> 
     assert len(pids) > 4 and eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_team_on_three_models(standing_lab: Lab) -> None:
+def test_a_team_on_three_models_killed_and_resumed(standing_lab: Lab) -> None:
     """Two models that are trained, one of them an adapter whose merged weights are sent, and one that is served alone,
     each with a server of its own, in `colocate_async`: an answer that is stopped for an update goes on with the new
-    weights, token for token. Validation is played by a loop that asks for what verl hands through to SGLang."""
+    weights, token for token. The launcher is killed, and the same command goes on. Validation is played by a loop that
+    asks for what verl hands through to SGLang."""
     lab = standing_lab
     other, still = (other_tokenizer(lab.root / name) for name in ("other", "still"))
     sharpen(other)
@@ -154,42 +173,54 @@ def test_a_team_on_three_models(standing_lab: Lab) -> None:
     loops.write_text("".join(f"- {{name: {name}, _target_: {target}}}\n" for name, target in entries.items()))
     record = lab.root / "team.jsonl"
 
-    run = lab.run(
-        "team",
-        "[dr_mas,cpu]",
-        [
-            "actor_rollout_ref.rollout.name=sglang",
-            "trainer.v1.trainer_mode=colocate_async",
-            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=observed",
-            "+verl_ext.orchestra.name=judged_drafts",
-            "+verl_ext.orchestra.modules=[sglang_loops]",
-            f"+verl_ext.models.other.model={{path: {other}, lora_rank: 4, lora: {{merge: true}}}}",
-            f"+verl_ext.models.still={{trained: false, model: {{path: {still}}}}}",
-            "+verl_ext.orchestra.agents={critic: {model: other}, judge: {model: still}}",
-            f"data.val_files={make_data(lab.root, 1, 'asks')}",
-            "trainer.val_before_train=true",
-            "actor_rollout_ref.rollout.skip_tokenizer_init=false",  # or min_new_tokens ends SGLang's scheduler
-            "data.shuffle=false",
-            "data.train_batch_size=2",
-            "data.max_prompt_length=128",
-            "data.max_response_length=320",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.actor.optim.lr=3e-4",
-            "actor_rollout_ref.rollout.calculate_log_probs=true",
-            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-            "verl_ext.updates_per_batch=1",
-            "trainer.save_freq=1",
-        ],
-        environment={
-            "PYTHONPATH": os.pathsep.join(map(str, [HERE, E2E, os.environ.get("PYTHONPATH", "")])),
-            "RECORD": str(record),
-        },
-    ).check()
-    assert sorted(run.metrics) == [0, 1, 2]
-    assert run.metrics[0]["val-core/toy/reward/mean@1"] == 1, run.metrics[0]  # all was done as asked
-    for step in (1, 2):
-        metrics = run.metrics[step]
+    def play(steps: int, **more: Any) -> Run:
+        return lab.run(
+            "team",
+            "[dr_mas,cpu]",
+            [
+                "actor_rollout_ref.rollout.name=sglang",
+                "trainer.v1.trainer_mode=colocate_async",
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+                "actor_rollout_ref.rollout.agent.default_agent_loop=observed",
+                "+verl_ext.orchestra.name=judged_drafts",
+                "+verl_ext.orchestra.modules=[sglang_loops]",
+                f"+verl_ext.models.other.model={{path: {other}, lora_rank: 4, lora: {{merge: true}}}}",
+                f"+verl_ext.models.still={{trained: false, model: {{path: {still}}}}}",
+                "+verl_ext.orchestra.agents={critic: {model: other}, judge: {model: still}}",
+                f"data.val_files={make_data(lab.root, 1, 'asks')}",
+                "trainer.val_before_train=true",
+                "actor_rollout_ref.rollout.skip_tokenizer_init=false",  # or min_new_tokens ends SGLang's scheduler
+                "data.shuffle=false",
+                "data.train_batch_size=2",
+                "data.max_prompt_length=128",
+                "data.max_response_length=320",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.actor.optim.lr=3e-4",
+                "actor_rollout_ref.rollout.calculate_log_probs=true",
+                "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+                "verl_ext.updates_per_batch=1",
+                "trainer.save_freq=1",
+                f"trainer.total_training_steps={steps}",
+            ],
+            environment={
+                "PYTHONPATH": os.pathsep.join(map(str, [HERE, E2E, os.environ.get("PYTHONPATH", "")])),
+                "RECORD": str(record),
+            },
+            **more,
+        )
+
+    killed = play(100, kill_when=lambda folder: steps_logged(folder) >= 3)  # one is of the validation
+    assert killed.code == -signal.SIGKILL, killed.log[-6000:]
+    assert eventually(lambda: not processes(killed.folder)), processes(killed.folder)
+    saved = int((killed.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    run = play(saved + 1).check()
+    assert f"setting global step to {saved}" in run.log
+    assert sorted(run.metrics) == list(range(saved + 2))
+    for step, metrics in run.metrics.items():
+        if step in (0, saved):  # a resume validates first, too
+            assert metrics["val-core/toy/reward/mean@1"] == 1, metrics  # all was done as asked
+        if step == 0:
+            continue
         assert finite(metrics) and metrics["rollout/turns"] == 40
         # verl rounds merged weights to bfloat16 on their way (transformer_impl.py line 1082).
         for name, bound in (("policy", 1e-5), ("other", 1e-2)):
@@ -197,7 +228,7 @@ def test_a_team_on_three_models(standing_lab: Lab) -> None:
             if step == 1:
                 assert metrics[f"training/{name}/rollout_probs_diff_max"] <= bound
         assert metrics["model/still/sequences"] == 8 and not any(key.startswith("actor/still/") for key in metrics)
-    said = {(row["agent_id"], row["model"]) for row in run.rows(2)}
+    said = {(row["agent_id"], row["model"]) for row in run.rows(saved + 1)}
     assert said == {("writer", "policy"), ("critic", "other"), ("judge", "still")}
     calls = [json.loads(line) for line in record.read_text().split("\n") if line]
     for model in ("policy", "other", "still"):  # each server is told which weights it has
@@ -216,10 +247,23 @@ def test_a_team_on_three_models(standing_lab: Lab) -> None:
         assert turn > 0 and new[turn:].all() and not new[:turn].all()
 
 
-def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
+def make_judge(folder: Path, model: Path) -> Path:
+    """A reward model of the size of `model`, with its tokenizer."""
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(model, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def test_servers_and_a_reward_model_apart_from_the_trainer(standing_lab: Lab) -> None:
+    """In `separate_async`; the reward is what a reward model on a server of its own says, as transformers has it."""
+    lab = standing_lab
+    (lab.root / "judged.py").write_text(JUDGED)
+    judge = make_judge(lab.root / "judge", lab.model)
     run = start(
         "sglang",
-        standing_lab,
+        lab,
         "apart",
         "[trloo,cpu]",
         [
@@ -228,6 +272,15 @@ def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
             "actor_rollout_ref.rollout.n_gpus_per_node=1",
             "trainer.v1.separate_async.parameter_sync_step=1",
             "actor_rollout_ref.rollout.calculate_log_probs=true",
+            f"reward.custom_reward_function.path={lab.root / 'judged.py'}",
+            f"reward.reward_model.model_path={judge}",
+            "reward.reward_model.enable=true",
+            "reward.reward_model.enable_resource_pool=true",
+            "reward.reward_model.nnodes=1",
+            "reward.reward_model.n_gpus_per_node=1",
+            "reward.reward_model.rollout.name=sglang",
+            "reward.reward_model.rollout.tensor_model_parallel_size=1",
+            "reward.reward_model.rollout.dtype=float32",
         ],
     ).check()
     assert sorted(run.metrics) == [1, 2]
@@ -235,3 +288,15 @@ def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
     for step, metrics in run.metrics.items():
         assert finite(metrics) and metrics["actor/grad_norm"] > 0
         assert 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
+
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    reference = LlamaForSequenceClassification.from_pretrained(judge, dtype=torch.float64).eval()
+    judged = dict(map(json.loads, (lab.root / "apart.jsonl.judged").read_bytes().splitlines()))
+    for text, score in judged.items():
+        with torch.no_grad():
+            assert score == pytest.approx(
+                float(reference(tokenizer(text, return_tensors="pt").input_ids).logits), abs=1e-5
+            )
+    for step in (1, 2):
+        paid = {row["score"] for row in run.rows(step)}
+        assert len(paid) > 4 and all(min(abs(one - score) for score in judged.values()) < 1e-6 for one in paid)

@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from harness import Lab  # noqa: E402
-from served import make_lab  # noqa: E402
+from served import make_lab, standing  # noqa: E402
+
+from verl_ext.cpu.platform import vllm_cpu  # noqa: E402
 
 PYTHON = os.environ.get("VERL_EXT_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
 
@@ -30,7 +34,13 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_lab(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Lab:
+    """Every run starts as a user's command does."""
     return make_lab(tmp_path_factory.mktemp("vllm"), vllm_python)
+
+
+@pytest.fixture(scope="module")
+def standing_lab(vllm_lab: Lab) -> Iterator[Lab]:
+    yield from standing(vllm_lab, vllm_cpu.ENVIRONMENT, HERE / "vllm_imports.py")
 
 
 @pytest.fixture(scope="session")

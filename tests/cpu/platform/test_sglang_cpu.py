@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ def test_what_the_user_says_stays(sglang: None, tmp_path: Path) -> None:
     found = config.actor_rollout_ref.rollout.engine_kwargs.sglang
     assert {key: found[key] for key in given} == given
     assert found.device == "cpu"
+
+
+def test_a_reward_model_is_served_alike(sglang: None, tmp_path: Path) -> None:
+    config = sglang_config(save_model(tmp_path / "model"))
+    rollout = {"name": "sglang", "prompt_length": 256, "response_length": 256, "engine_kwargs": {}}
+    config.reward.reward_model = {"enable": True, "model_path": str(save_model(tmp_path / "judge")), "rollout": rollout}
+    OmegaConf.set_struct(config, True)
+    settings.complete(config)
+    judge, policy = config.reward.reward_model.rollout, config.actor_rollout_ref.rollout
+    assert judge.engine_kwargs.sglang == policy.engine_kwargs.sglang and judge.free_cache_engine is False
+    assert policy.engine_kwargs.sglang.max_total_tokens == 512 * 16  # both have room for the longer conversations
+    shutil.rmtree(tmp_path / "judge")
+    Gemma2Config(vocab_size=256).save_pretrained(tmp_path / "judge")
+    with pytest.raises(sglang_cpu.SglangCpuError, match="judge is a gemma2"):
+        settings.complete(config)
 
 
 def test_separate_servers_get_their_weights_over_gloo(sglang: None, tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ def test_kv_cache_holds_the_longest_sequence(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("platform", ["cpu", None])
 def test_weight_sync_is_watched_on_the_cpu_alone(platform: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl  # noqa: F401  (its plugins register the platform)
+
     stock = "verl.workers.rollout.vllm_rollout.ServerAdapter"
     module = SimpleNamespace(_ROLLOUT_REGISTRY={("vllm", "async"): stock})
     monkeypatch.setattr(os, "environ", {**os.environ})

@@ -4,6 +4,7 @@ run's, filled in before Ray starts."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -19,16 +20,24 @@ class ServerError(ValueError):
 
 
 def fill_in(config: Any, engine: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Set the arguments of the engine and the environment of the run's processes where the user has not, in place."""
-    rollout = config.actor_rollout_ref.rollout
-    given = OmegaConf.select(rollout, f"engine_kwargs.{engine}") or {}
+    """Set the arguments of the engine, a reward model's included, and the environment of the run's processes where the
+    user has not, in place."""
     with open_dict(config):
-        for key, value in arguments.items():
-            if given.get(key) is None:
-                OmegaConf.update(rollout, f"engine_kwargs.{engine}.{key}", value, force_add=True)
+        for rollout in rollouts(config, engine):
+            given = OmegaConf.select(rollout, f"engine_kwargs.{engine}") or {}
+            for key, value in arguments.items():
+                if given.get(key) is None:
+                    OmegaConf.update(rollout, f"engine_kwargs.{engine}.{key}", value, force_add=True)
         for name, value in environment.items():
             if OmegaConf.select(config, f"verl_ext.env.{name}") is None:
                 OmegaConf.update(config, f"verl_ext.env.{name}", value, force_add=True)
+
+
+def rollouts(config: Any, engine: str) -> list[Any]:
+    """What configures the run's servers of this engine: the policy's node, and a reward model's."""
+    reward = config.reward.reward_model
+    nodes = [config.actor_rollout_ref.rollout, *([reward.rollout] if reward.get("enable") else [])]
+    return [node for node in nodes if node.name == engine]
 
 
 def check_torchvision(distribution: str) -> None:
@@ -50,10 +59,22 @@ def models(config: Any, check: Callable[[Any, Any], None]) -> list[tuple[Any, An
     """The run's models whose Hugging Face config can be read here, each put through `check`, for `kv_cache_bytes`:
     (Hugging Face config, configuration of its run, how many models the run has)."""
     runs = [config, *(model_options.overlaid(config, one) for one in model_options.of(config))]
+    if len(rollouts(config, config.actor_rollout_ref.rollout.name)) > 1:
+        runs.append(_reward_model(config))
     found = [(model, run, len(runs)) for run in runs if (model := _model_config(run)) is not None]
     for model, run, _ in found:
         check(model, run)
     return found
+
+
+def _reward_model(config: Any) -> Any:
+    """The run's config as if its policy were its reward model."""
+    reward = config.reward.reward_model
+    model = {"path": reward.model_path, "hf_config_path": None, "tokenizer_path": None}
+    whole = copy.deepcopy(config)
+    with open_dict(whole):
+        whole.merge_with({"actor_rollout_ref": {"model": model, "rollout": reward.rollout}})
+    return whole
 
 
 def _model_config(config: Any) -> Any | None:

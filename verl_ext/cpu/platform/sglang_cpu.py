@@ -96,9 +96,10 @@ def complete(config: Any) -> None:
             servers.kv_cache_bytes(*one) // servers.token_bytes(*one[:2]) for one in found
         )
     servers.fill_in(config, "sglang", arguments, ENVIRONMENT)
-    with open_dict(config):
-        # Sleeping would release memory of an accelerator.
-        rollout.free_cache_engine = False
+    for served in servers.rollouts(config, "sglang"):
+        with open_dict(served):
+            # Sleeping would release memory of an accelerator.
+            served.free_cache_engine = False
 
 
 def check_settings(config: Any) -> None:

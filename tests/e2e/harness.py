@@ -240,7 +240,8 @@ class Lab:
         variables = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **(environment or {})}
         command = [self.python, "-m", "verl.trainer.main_ppo"]
         said, pid = folder / "exit_code", folder / "exit_code.pid"
-        said.unlink(missing_ok=True)
+        for left in (said, pid):
+            left.unlink(missing_ok=True)
         if self.standing is not None:
             variables = self.standing.environment(variables)
             command = [*self.standing.command(), self.standing.copied_workers()]
@@ -262,7 +263,7 @@ class Lab:
             try:
                 while child.poll() is None:
                     time.sleep(0.1)
-                    if kill_when is not None and kill_when(folder):
+                    if kill_when is not None and (pid.exists() or not copied) and kill_when(folder):
                         # A copy would outlive a SIGKILL of its stand-in.
                         os.kill(int(pid.read_text()) if copied else child.pid, kill_with)
                         kill_when = None

@@ -111,6 +111,8 @@ def test_segment_statistics_match_numpy():
 
 
 @given(st.floats(-1e30, 1e30))
+@example(0.9)
+@example(0.99)
 @example(1e12 + 0.1)
 @example(1e-12)
 def test_constant_groups_have_exactly_zero_deviation(value):
@@ -131,6 +133,10 @@ def test_zero_variance_threshold():
 @pytest.mark.filterwarnings("error:overflow")
 @given(st.floats(1e-9, 1e160), st.floats(0.0, 3e-6) | st.floats(0.0, 1.0), st.integers(2, 64))
 @example(1e160, 0.99e-6, 64)
+@example(1.0, 0.0, 2)
+@example(1.0, 0.7e-6, 64)
+@example(1e3, 1.5e-6, 64)
+@example(1e9, 1e-3, 2)
 @example(1e160, 1.01e-6, 2)
 @example(1e-9, 1.0, 3)
 def test_zero_variance_is_decided_by_the_spread_of_the_group(scale, spread, size):

@@ -75,6 +75,10 @@ def test_vectors(case, dtype):
 @pytest.mark.seconds
 @settings(max_examples=15)
 @given(st.lists(qs, min_size=4, max_size=4), st.integers(1, 1500), seeds)
+@example([1e-8, 1e-6, 1e-2, 1.0], 1, 0)
+@example([1e-8, 1e-6, 1e-2, 1.0], 2, 0)
+@example([1e-8, 1e-6, 1e-2, 1.0], 17, 0)
+@example([1e-8, 1e-6, 1e-2, 1.0], 4096, 0)
 @example([1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1e-1, 1.0], 131072, 0)
 def test_filter_matches_the_sequential_recurrence(every, length, seed):
     rng = np.random.default_rng(seed)
@@ -171,6 +175,8 @@ def terms(batch=6, length=50, seed=0, spread=0.3, dtype=torch.float64, mask=None
 @settings(max_examples=12)
 @given(st.booleans(), st.sampled_from(["zero_observation", "skip"]), st.booleans(), st.floats(1e-3, 10.0), seeds)
 @example(True, "skip", True, 0.01, 3)
+@example(True, "zero_observation", True, 10.0, 3)
+@example(False, "skip", False, 10.0, 3)
 @example(False, "zero_observation", False, 0.01, 3)
 def test_loss_and_gradient_follow_the_definition(is_clip, mask_mode, weighted, max_log_ratio, seed):
     mask = torch.from_numpy(holes(6, 50, seed)).long()

@@ -171,6 +171,9 @@ def test_shift_invariance(dtype: torch.dtype, rho: float, temperature: float) ->
 
 @settings(max_examples=12)
 @given(st.floats(max_value=1e-40, allow_infinity=False), DTYPES, TEMPERATURE, SEED)
+@example(-1.0, torch.float32, 1.0, 0)
+@example(1e-40, torch.bfloat16, 0.7, 0)
+@example(1e-300, torch.float32, 0.7, 0)
 @example(1e-320, torch.float64, 0.7, 0)
 def test_a_vanishing_rho_is_the_plain_policy_bit_for_bit(
     vanishing: float, dtype: torch.dtype, temperature: float, seed: int

@@ -191,11 +191,11 @@ def test_importance_weights_enter_squared_inside_the_sum():
 @example(float("inf"), torch.float64, True, True, 13)
 @example(float("-inf"), torch.bfloat16, False, True, 13)
 def test_anything_may_stand_in_the_padding(inside, dtype, weighted, zero_tail, seed):
-    data = batch(seed, rows=12, holes=False)
-    data["index"] = [f"u{i // 4}" for i in range(12)]
+    data = batch(seed, rows=24, holes=False)
+    data["index"] = [f"u{i // 4}" for i in range(24)]
     fields = {name: data[name].to(dtype) for name in ("token_level_rewards", "old_log_probs", "sum_pi_squared")}
     if weighted:
-        fields["rollout_is_weights"] = torch.rand(12, 19, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+        fields["rollout_is_weights"] = torch.rand(24, 19, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
     padding = data["response_mask"] == 0
     weights = fields.get("rollout_is_weights")
     known = {name: field for name, field in fields.items() if name in data}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import Lab, Run, eventually, make_data, other_tokenizer, processes, steps_logged
 from served import agree, finite, records, sharpen, start, trained_as_sampled, true_log_probs, worst_difference
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 pytestmark = pytest.mark.sglang
 
@@ -42,6 +43,21 @@ def solve(task, *, base_url, api_key, model):
     except openai.APIStatusError as error:
         refused = "seed can't be had from sglang" in str(error)
     return {"reward": 0.0, "info": {"pieces": len(pieces), "refused": float(refused)}}
+"""
+# A reward function that asks the reward model, and writes down what it said.
+JUDGED = """
+import json, os
+import aiohttp
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, reward_router_address, **kwargs):
+    async with aiohttp.ClientSession() as session:
+        asked = {"model": "judge", "input": solution_str or " "}
+        async with session.post(f"http://{reward_router_address}/v1/embeddings", json=asked) as reply:
+            score = (await reply.json())["data"][-1]["embedding"][-1]
+    with open(os.environ["RECORD"] + ".judged", "a", encoding="utf-8") as file:
+        file.write(json.dumps([asked["input"], score]) + "\\n")
+    return score
 """
 
 
@@ -231,10 +247,23 @@ def test_a_team_on_three_models_killed_and_resumed(standing_lab: Lab) -> None:
         assert turn > 0 and new[turn:].all() and not new[:turn].all()
 
 
-def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
+def make_judge(folder: Path, model: Path) -> Path:
+    """A reward model of the size of `model`, with its tokenizer."""
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(model, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def test_servers_and_a_reward_model_apart_from_the_trainer(standing_lab: Lab) -> None:
+    """In `separate_async`; the reward is what a reward model on a server of its own says, as transformers has it."""
+    lab = standing_lab
+    (lab.root / "judged.py").write_text(JUDGED)
+    judge = make_judge(lab.root / "judge", lab.model)
     run = start(
         "sglang",
-        standing_lab,
+        lab,
         "apart",
         "[trloo,cpu]",
         [
@@ -243,6 +272,17 @@ def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
             "actor_rollout_ref.rollout.n_gpus_per_node=1",
             "trainer.v1.separate_async.parameter_sync_step=1",
             "actor_rollout_ref.rollout.calculate_log_probs=true",
+            # The recording loop has rewards of its own.
+            "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+            f"reward.custom_reward_function.path={lab.root / 'judged.py'}",
+            f"reward.reward_model.model_path={judge}",
+            "reward.reward_model.enable=true",
+            "reward.reward_model.enable_resource_pool=true",
+            "reward.reward_model.nnodes=1",
+            "reward.reward_model.n_gpus_per_node=1",
+            "reward.reward_model.rollout.name=sglang",
+            "reward.reward_model.rollout.tensor_model_parallel_size=1",
+            "reward.reward_model.rollout.dtype=float32",
         ],
     ).check()
     assert sorted(run.metrics) == [1, 2]
@@ -250,3 +290,15 @@ def test_servers_apart_from_the_trainer(standing_lab: Lab) -> None:
     for step, metrics in run.metrics.items():
         assert finite(metrics) and metrics["actor/grad_norm"] > 0
         assert 0 <= metrics["training/off_policy/trajectory_staleness/max"] < step
+
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    reference = LlamaForSequenceClassification.from_pretrained(judge, dtype=torch.float64).eval()
+    judged = dict(map(json.loads, (lab.root / "apart.jsonl.judged").read_bytes().splitlines()))
+    for text, score in judged.items():
+        with torch.no_grad():
+            assert score == pytest.approx(
+                float(reference(tokenizer(text, return_tensors="pt").input_ids).logits), abs=1e-5
+            )
+    for step in (1, 2):
+        paid = {row["score"] for row in run.rows(step)}
+        assert len(paid) > 4 and all(min(abs(one - score) for score in judged.values()) < 1e-6 for one in paid)

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 E2E = HERE.parent / "e2e"
 
 RHO = 0.05
-# An agent whose answers come in pieces, and who asks for a seed, which verl hands to no SGLang.
+# An agent whose answers come in pieces, who has a tool, and who asks for a seed, which verl hands to no SGLang.
 CLIENT = """
 import openai
 
@@ -36,13 +36,15 @@ def solve(task, *, base_url, api_key, model):
     pieces = [piece for piece in ask(stream=True) if piece.choices]
     said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
-    ask()
+    function = {"name": "lookup", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}
+    called = ask(tools=[{"type": "function", "function": function}]).choices[0].message.tool_calls
     try:
         ask(seed=1)
         refused = False
     except openai.APIStatusError as error:
         refused = "seed can't be had from sglang" in str(error)
-    return {"reward": 0.0, "info": {"pieces": len(pieces), "refused": float(refused)}}
+    tool = float(bool(called) and called[0].function.name == "lookup")
+    return {"reward": 0.0, "info": {"pieces": len(pieces), "tool": tool, "refused": float(refused)}}
 """
 # A reward function that asks the reward model, and writes down what it said.
 JUDGED = """
@@ -118,7 +120,8 @@ def test_multi_turn_training_pruned_until_the_engine_dies(standing_lab: Lab) -> 
     assert sorted(metrics) == [0, 1, 2, 3], run.log[-6000:]
     assert "ActorDiedError" in run.log and "SGLangHttpServer" in run.log
     for number in (0, 3):
-        assert metrics[number]["val-aux/verl_ext_gateway/refused/mean@1"] == 1
+        for name in ("tool", "refused"):
+            assert metrics[number][f"val-aux/verl_ext_gateway/{name}/mean@1"] == 1
         assert metrics[number]["val-aux/verl_ext_gateway/pieces/mean@1"] > 1
     assert metrics[0]["val-aux/verl_ext_kernels/turns/mean@1"] == 3  # none is right: the model is untrained
     assert metrics[0]["val-core/verl_ext_step_wise/reward/mean@1"] > 0

@@ -22,8 +22,13 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 LATE = ("slow", "vllm", "sglang", "e2e", "quick")
-LONG = ("test_models_runs", "test_updates_runs")  # have tests of several runs
-AFTER_VLLM = ("test_faults", "test_main_job")  # look into shared memory, where engines of vLLM leave semaphores
+LONG = (
+    "test_models_runs",
+    "test_faults",
+    "test_updates_runs",
+    "test_merged_runs",
+)  # first in the Ray that stands
+AFTER_VLLM = ("test_main_job",)  # looks into shared memory, as test_faults: engines of vLLM leave semaphores there
 
 
 gc.disable()  # a sixth of the time of imports goes into collections, which find nothing
@@ -34,10 +39,11 @@ settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> tuple[int, bool, bool, bool]:
+    def rank(item: pytest.Item) -> tuple[int, bool, int, bool]:
         late = max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
         standing, stem = "standing_lab" in getattr(item, "fixturenames", ()), item.path.stem
-        return late, standing, stem not in LONG, stem in AFTER_VLLM
+        place = LONG.index(stem) if stem in LONG else len(LONG)
+        return late, standing, place, stem in AFTER_VLLM
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
 

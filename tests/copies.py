@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,15 @@ def command(name: str, file: Path, *words: object) -> list[str]:
     return [*start, *map(str, words)]
 
 
-def script(path: Path) -> Path:
-    """A file at `path` that is ``python`` in a copy of a process that imports verl, for programs that start it."""
-    imports()
-    begins = shlex.join(command("imports", path)[:-1])
-    path.write_text(f'#!/bin/sh\n{begins} "$0.$$" "$@"\nexit "$(cat "$0.$$" || echo 137)"\n')
+def script(path: Path, begin: Sequence[str] = ()) -> Path:
+    """A file at `path` that is ``python`` in a copy of a process that imports verl, for programs that start it.
+
+    `begin` is of the process of a Ray that stands, which has imported it.
+    """
+    if not begin:
+        imports()
+        begin = command("imports", path)[:-1]
+    path.write_text(f'#!/bin/sh\n{shlex.join(begin)} "$0.$$" "$@"\nexit "$(cat "$0.$$" || echo 137)"\n')
     path.chmod(0o755)
     return path
 

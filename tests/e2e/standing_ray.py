@@ -53,12 +53,15 @@ class StandingRay:
         assert line, "Ray did not start"
         self.found = json.loads(line)
 
-    def command(self, source: str = "launchers") -> list[str]:
-        """`python -m verl.trainer.main_ppo` in a copy of the process with the imports, or, from `imports`, of the one
-        that has neither Ray's nor verl's nor ours."""
+    def python(self, source: str = "launchers") -> list[str]:
+        """How `python` begins in a copy of the process with the imports, or, from `imports`, of the one that has
+        neither Ray's nor verl's nor ours; a file for its exit code comes next, then its words."""
         asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], source), strict=True)]
-        start = [sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
-        return ["env", *asks, *start, "exit_code", "-m", "verl.trainer.main_ppo"]
+        return ["env", *asks, sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
+
+    def command(self, source: str = "launchers") -> list[str]:
+        """`python -m verl.trainer.main_ppo` in such a copy."""
+        return [*self.python(source), "exit_code", "-m", "verl.trainer.main_ppo"]
 
     def copied_workers(self) -> str:
         """A word of Hydra: the run's workers are copies of the process with the imports."""

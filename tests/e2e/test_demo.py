@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import copies
 import pytest
 from harness import Run
 from standing_ray import StandingRay
@@ -19,11 +20,13 @@ pytestmark = pytest.mark.e2e
 
 
 def demo(out: Path, *words: str, ray: StandingRay | None = None) -> str:
-    """In a Ray of its own, as a user's, or in one that stands: what it writes and says is the same."""
-    command = [sys.executable, "-m", "verl_ext.cli", "demo", "--out", str(out), *words]
-    environment = dict(os.environ)
+    """As a user runs it, or with the Ray and the imports of one that stands: what it writes and says is the same."""
+    words = ("demo", "--out", str(out), *words)
+    command, environment = [sys.executable, "-m", "verl_ext.cli", *words], dict(os.environ)
     if ray is not None:
-        command.append(ray.copied_workers())
+        trainer = copies.script(out.with_name("python"), ray.python())
+        start = f"import sys; sys.executable = {str(trainer)!r}; from verl_ext import cli; sys.exit(cli.main())"
+        command = [str(trainer), "-c", start, *words, ray.copied_workers()]
         environment |= ray.environment({"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")})
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +35,7 @@ def demo(out: Path, *words: str, ray: StandingRay | None = None) -> str:
 
 def test_demo_writes_its_folder_and_resumes(standing_ray: StandingRay, tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    small = ["actor_rollout_ref.rollout.n=2", "trainer.save_freq=1"]
+    small = ["actor_rollout_ref.rollout.n=2", "trainer.save_freq=1", "data.val_max_samples=16"]
     said = demo(out, "--steps", "2", *small)
     assert "python -m verl.trainer.main_ppo '+recipe=[trloo,cpu]'" in said
     assert "step 2/2" in said and said.splitlines()[-1].startswith("reward a trajectory: ")

@@ -81,10 +81,10 @@ def trajectories(run: Run, step: int) -> dict[tuple[int, int], list[Any]]:
 
 
 def test_a_run_in_which_everything_breaks_now_and_then(
-    lab: Lab, standing_lab: Lab, monkeypatch: pytest.MonkeyPatch
+    copied_lab: Lab, standing_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, before = disturbed(standing_lab, "calm", "0"), shared_memory()
-    wild = disturbed(lab, "wild", SHARE)
+    wild = disturbed(copied_lab, "wild", SHARE)
     monkeypatch.setenv("CHAOS_SHARE", SHARE)
     seen: set[tuple[int, str]] = set()
     for step in range(1, STEPS + 1):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,18 @@ MOVES = [f"<action>{' ' * n}{move}</action>" for n in range(25) for move in ("ch
 
 
 def player(lab: Lab, folder: Path) -> Path:
-    """An untrained model that mostly says moves of KuhnPoker, since so many of its tokens are one."""
+    """An untrained model that mostly says moves of KuhnPoker, since so many of its tokens are one.
+
+    The words of the rules are tokens too: letter by letter a prompt has four times as many.
+    """
+    import textarena
     from transformers import AutoTokenizer
 
+    game = textarena.make("KuhnPoker-v0")
+    game.reset(num_players=2, seed=0)
+    _, rules = game.get_observation()
     tokenizer = AutoTokenizer.from_pretrained(lab.model)
+    tokenizer.add_tokens(sorted({word for word in re.findall(r" ?\w+", rules) if len(word) > 2}))
     tokenizer.add_tokens(MOVES)
     tokenizer.save_pretrained(folder)
     model = small_llama(tokenizer)

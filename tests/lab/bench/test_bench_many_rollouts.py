@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
+import copies
 import pytest
 
+from verl_ext.cpu.platform import fork_worker
 from verl_ext.lab.bench import _many_rollouts as many
 
 
@@ -33,11 +33,9 @@ def test_a_timer_that_is_late_stands_for_those_that_could_not_be_set() -> None:
 
 @pytest.mark.e2e
 def test_every_trajectory_ends_and_descriptors_come_back() -> None:
-    command = [sys.executable, "-m", "verl_ext.cli", "bench", "rollouts", "--engine", "stub"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--trajectories", "18", "--json"], capture_output=True, text=True, env=environment, timeout=1200
-    )
+    command = ["-m", "verl_ext.cli", "bench", "rollouts", "--engine", "stub", "--trajectories", "18", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", fork_worker.FROM: copies.imports()}
+    done = copies.python(*command, env=environment, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [one["trajectories"] for one in found["sizes"]] == [6, 18]

@@ -19,6 +19,8 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from ray import cloudpickle
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -303,32 +305,34 @@ def test_embedded_server_takes_what_the_client_sends() -> None:
     assert params.min_p == RHO and params.temperature == 1.0 and params.top_p == 1.0 and params.top_k == -1
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("rho", [0.05, 1e-3, 6.144e-6, 1.0])
-def test_embedded_sampler_and_trainer_have_the_same_set(rho: float, temperature: float) -> None:
+@settings(max_examples=20)
+@given(st.floats(1e-6, 1.0), st.just(1.0) | st.floats(0.5, 2.0), st.integers(0, 10**9))
+@example(6.144e-6, 0.7, 0)
+@example(1.0, 1.0, 0)
+def test_embedded_sampler_and_trainer_have_the_same_set(rho: float, temperature: float, seed: int) -> None:
     """On equal logits: same tokens (also at the very edge), same renormalised log-probabilities, in float32."""
     from verl_ext.methods.logits.logits_pass import token_statistics
 
-    generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(64, 300, generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(64, 100, generator=generator)
     # tokens at the edge of the set, above and below by one rounding
     edge = logits.max(-1).values + temperature * math.log(rho)
     logits[:, 0], logits[:, 1], logits[:, 2] = edge, edge.nextafter(edge - 1), edge.nextafter(edge + 1)
     params = [SamplingParams(max_tokens=1, temperature=temperature, min_p=rho)] * 64
-    batch = BatchSampling(params, 300, logits.device)
-    labels = torch.arange(300).repeat_interleave(64)
-    found = token_statistics(logits.repeat(300, 1), labels, temperature=temperature, rho=rho)
+    batch = BatchSampling(params, 100, logits.device)
+    labels = torch.arange(100).repeat_interleave(64)
+    found = token_statistics(logits.repeat(100, 1), labels, temperature=temperature, rho=rho)
     assert found.in_set is not None and found.set_size is not None
-    members = found.in_set.view(300, 64).T
+    members = found.in_set.view(100, 64).T
     assert torch.equal(members.sum(-1), found.set_size[:64])
-    uniforms = torch.rand(200, 64, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(50, 64, generator=generator, dtype=torch.float64)
     drawn = [sample(logits, logits, batch, row.tolist()) for row in uniforms]
     tokens, of_all = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     log_probs = of_all.gather(-1, tokens[:, None])[:, 0]
-    found = token_statistics(logits.repeat(200, 1), tokens, temperature=temperature, rho=rho)
+    found = token_statistics(logits.repeat(50, 1), tokens, temperature=temperature, rho=rho)
     assert found.in_set is not None and bool(found.in_set.all())
     torch.testing.assert_close(found.log_probs, log_probs, rtol=1e-6, atol=2e-6)
-    assert bool(members[torch.arange(64).repeat(200), tokens].all())
+    assert bool(members[torch.arange(64).repeat(50), tokens].all())
     # the sampler's own set, token by token
     from verl_ext.cpu.engine.sampling import _truncate
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from verl_ext.integration.columns import ActiveBatch, BatchError, row_fields
@@ -39,9 +41,11 @@ def test_what_others_earn_goes_to_the_row_before_them() -> None:
     assert columns["turn_reward"].tolist() == [1, 2, 4, 16, 8, 32, 64]
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-def test_returns_of_the_trained_are_those_over_all_rows(gamma: float) -> None:
-    generator = np.random.default_rng(3)
+@settings(max_examples=25)
+@given(st.just(1.0) | st.floats(0.0, 1.0), st.integers(0, 2**32 - 1))
+@example(0.0, 3)
+def test_returns_of_the_trained_are_those_over_all_rows(gamma: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
     trajectory = generator.integers(0, 9, 60)
     turn = np.zeros(60, dtype=np.int64)
     for one in range(9):

@@ -123,6 +123,26 @@ def test_a_share_below_the_limit_is_counted_and_told_once(clean: Any) -> None:
     assert part.metrics["rollout/missing_trajectories"] == 0
 
 
+def test_what_was_lost_in_the_run_that_wrote_the_checkpoint_does_not_count(
+    clean: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Say with its node: the rollouts of a run that goes on would be ended by those of the run that died."""
+    prompt(clean, "a", "rows", "raises", "raises")
+    clean.save_checkpoint(str(tmp_path / "store"))
+    missing.take_lost("train")
+    clean.load_checkpoint(str(tmp_path / "store"))
+    buffer, part = sampler(0)
+    with part.around_fit():
+        assert "2 rollouts of the checkpoint were lost in the run that wrote it" in caplog.text
+        assert "The first, a_1:" in caplog.text and "the world of a is gone" in caplog.text
+        prompt(clean, "b", "rows", "rows")
+        part.on_sample(sample(buffer, 2))
+        assert part.metrics == {"rollout/missing_trajectories": 0, "rollout/trajectories": 3}
+        prompt(clean, "c", "rows", "raises")
+        with pytest.raises(missing.MissingRollouts, match=r"(?s)1 of \d rollouts were lost.*the world of c is gone"):
+            sample(buffer, 1)
+
+
 def test_what_is_left_out_on_purpose_is_not_missing(clean: Any) -> None:
     """A loop that returns nothing, and a prompt with fewer samples than the others (``__rollout_n__``)."""
     prompt(clean, "a", "rows", "nothing", "nothing", "rows")

@@ -36,8 +36,3 @@ async def put(partition: str, key: str, tag: dict[str, Any]) -> None:
         await data_plane.put_tag(partition, key, tag)
     except Exception:
         logger.exception("%s could not be noted in %s", key, partition)
-
-
-def read(partition: str) -> dict[str, dict[str, Any]]:
-    """The notes of a partition by key."""
-    return data_plane.tags(partition)

@@ -10,15 +10,18 @@ is what a ``__rollout_n__`` of the data leaves out: what is due is what has ende
 Where verl drops each prompt that lost a rollout and begins another (its asynchronous modes, and
 ``trainer.v1.sampler.sync_refill_failed_groups``), it would do so for ever if each prompt loses one, so that these
 rollouts are counted before it begins another, too. Those of prompts that verl leaves out for another reason (DAPO's
-filter, age) have ended like the others, and are due.
+filter, age) have ended like the others, and are due. Those that a checkpoint holds as lost, say with a node of the run
+that wrote it, do not count in the run that goes on.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from verl_ext.integration.compat import data_plane
 from verl_ext.integration.parts.base import Part
 from verl_ext.integration.settings.options import option, select
 from verl_ext.methods.options import Discount
+
+logger = logging.getLogger(__name__)
 
 KEY = "verl_ext.max_missing_share"
 DEFAULT = 0.05
@@ -61,6 +66,13 @@ class Missing(Part):
     def check(cls, config: Any) -> list[str]:
         max_missing_share(config)
         return []
+
+    @contextmanager
+    def around_fit(self) -> Iterator[None]:
+        if before := self._lost("train"):  # no rollout has begun: they come from the checkpoint
+            said = "%d rollouts of the checkpoint were lost in the run that wrote it; not counted. The first, %s:\n%s"
+            logger.warning(said, len(before), min(before), before[min(before)]["traceback"])
+        yield
 
     def replay_buffer(self, buffer: Any) -> Any:
         buffer.sample = functools.partial(self._sample, buffer, buffer.sample)
@@ -99,11 +111,8 @@ class Missing(Part):
         all of them."""
         try:
             batch, metrics = sample(*args, partition_id=partition_id, **kwargs)
-        except MissingRollouts:  # of `_refill`, and a RuntimeError too
-            raise
-        except RuntimeError as error:  # verl's word for a batch without any sequence
-            lost = take_lost(partition_id)
-            if lost:
+        except RuntimeError as error:  # verl's word for a batch without any sequence, or ours of `_refill`
+            if not isinstance(error, MissingRollouts) and (lost := take_lost(partition_id)):
                 raise MissingRollouts(self._message(lost, len(lost))) from error
             raise
         lost = self._lost(partition_id)
@@ -175,9 +184,7 @@ class Missing(Part):
 
 def take_lost(partition_id: str) -> dict[str, dict[str, Any]]:
     """The rollouts of a partition (``train``, ``val``) that were noted as lost since the last call, by session key."""
-    lost = {
-        key: tag for key, tag in store_notes.read(store_notes.LOST).items() if tag.get("partition_id") == partition_id
-    }
-    if lost:
+    notes = data_plane.tags(store_notes.LOST)
+    if lost := {key: tag for key, tag in notes.items() if tag.get("partition_id") == partition_id}:
         data_plane.clear(store_notes.LOST, list(lost))
     return lost

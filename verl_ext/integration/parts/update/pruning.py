@@ -103,7 +103,7 @@ class Pruning(Part):
 
     def on_sample(self, batch: Any) -> Any:
         if self.rho is not None and not self._guarded:
-            check_guarded(store_notes.read(store_notes.GUARDED), self.rho)
+            check_guarded(data_plane.tags(store_notes.GUARDED), self.rho)
             self._guarded = True
         return batch
 

@@ -22,13 +22,10 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 LATE = ("slow", "vllm", "sglang", "e2e", "quick")
-LONG = (
-    "test_models_runs",
-    "test_faults",
-    "test_updates_runs",
-    "test_merged_runs",
-)  # first in the Ray that stands
-AFTER_VLLM = ("test_main_job",)  # looks into shared memory, as test_faults: engines of vLLM leave semaphores there
+# Of the runs in a Ray that stands these come first: the longest.
+LONG = ("test_models_runs", "test_faults", "test_updates_runs", "test_merged_runs")
+# Looks into shared memory, where engines of vLLM leave semaphores, as test_faults does: both are far behind vLLM's.
+AFTER_VLLM = "test_main_job"
 
 
 gc.disable()  # a sixth of the time of imports goes into collections, which find nothing
@@ -43,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         late = max((place for place, name in enumerate(LATE, start=1) if item.get_closest_marker(name)), default=0)
         standing, stem = "standing_lab" in getattr(item, "fixturenames", ()), item.path.stem
         place = LONG.index(stem) if stem in LONG else len(LONG)
-        return late, standing, place, stem in AFTER_VLLM
+        return late, standing, place, stem == AFTER_VLLM
 
     items.sort(key=rank)  # stable: the order of files is kept within a rank
 

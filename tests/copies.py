@@ -50,22 +50,27 @@ def start(name: str, modules: str, variables: tuple[tuple[str, str], ...] = (), 
     return done.stdout.strip()
 
 
-def command(name: str, file: Path, *words: object) -> list[str]:
-    """``python *words`` in a copy of the process `name`; its exit code goes to `file`, and none if it was killed."""
-    asks = [f"{key}={value}" for key, value in zip(ASKS, (os.getpid(), name), strict=True)]
-    start = ["env", *asks, sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED), str(file)]
-    return [*start, *map(str, words)]
+def interpreter(lives_with: object, name: str) -> list[str]:
+    """``python`` as a copy of the process `name` that lives with the process of this number.
 
-
-def script(path: Path, begin: Sequence[str] = ()) -> Path:
-    """A file at `path` that is ``python`` in a copy of a process that imports verl, for programs that start it.
-
-    `begin` is of the process of a Ray that stands, which has imported it.
+    A file comes next, for the exit code (none if it was killed), and then the words.
     """
-    if not begin:
+    asks = [f"{key}={value}" for key, value in zip(ASKS, (lives_with, name), strict=True)]
+    return ["env", *asks, sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
+
+
+def command(name: str, file: Path, *words: object) -> list[str]:
+    """``python *words`` in a copy of the process `name`; its exit code goes to `file`."""
+    return [*interpreter(os.getpid(), name), str(file), *map(str, words)]
+
+
+def script(path: Path, copied: Sequence[str] = ()) -> Path:
+    """A file at `path` that is ``python`` as a copy, for programs that start it: `copied` of `interpreter`, or else of
+    the process with `IMPORTS`."""
+    if not copied:
         imports()
-        begin = command("imports", path)[:-1]
-    path.write_text(f'#!/bin/sh\n{shlex.join(begin)} "$0.$$" "$@"\nexit "$(cat "$0.$$" || echo 137)"\n')
+        copied = interpreter(os.getpid(), "imports")
+    path.write_text(f'#!/bin/sh\n{shlex.join(copied)} "$0.$$" "$@"\nexit "$(cat "$0.$$" || echo 137)"\n')
     path.chmod(0o755)
     return path
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from verl_ext.cpu.platform import fork_worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from copies import ASKS, COPIED, IMPORTS  # noqa: E402  (the process with these is itself a copy of one)
+import copies  # noqa: E402
+from copies import ASKS, IMPORTS  # noqa: E402  (the process with these is itself a copy of one)
 
 #: Ray turns its tokens on by itself once any `ray.init` of this user has made one, and a launcher copied from a process
 #: that had loaded Ray before has none: Ray could not ask it whether it still needs its trainer, and ended that.
@@ -53,15 +54,14 @@ class StandingRay:
         assert line, "Ray did not start"
         self.found = json.loads(line)
 
-    def python(self, source: str = "launchers") -> list[str]:
-        """How `python` begins in a copy of the process with the imports, or, from `imports`, of the one that has
-        neither Ray's nor verl's nor ours; a file for its exit code comes next, then its words."""
-        asks = [f"{name}={value}" for name, value in zip(ASKS, (self.found["raylet"], source), strict=True)]
-        return ["env", *asks, sys.executable, "-I", "-S", fork_worker.__file__, str(COPIED)]
+    def interpreter(self, source: str = "launchers") -> list[str]:
+        """`copies.interpreter` of the process with the imports, or, from `imports`, of the one that has neither Ray's
+        nor verl's nor ours."""
+        return copies.interpreter(self.found["raylet"], source)
 
     def command(self, source: str = "launchers") -> list[str]:
         """`python -m verl.trainer.main_ppo` in such a copy."""
-        return [*self.python(source), "exit_code", "-m", "verl.trainer.main_ppo"]
+        return [*self.interpreter(source), "exit_code", "-m", "verl.trainer.main_ppo"]
 
     def copied_workers(self) -> str:
         """A word of Hydra: the run's workers are copies of the process with the imports."""

@@ -24,7 +24,7 @@ def demo(out: Path, *words: str, ray: StandingRay | None = None) -> str:
     words = ("demo", "--out", str(out), *words)
     command, environment = [sys.executable, "-m", "verl_ext.cli", *words], dict(os.environ)
     if ray is not None:
-        trainer = copies.script(out.with_name("python"), ray.python())
+        trainer = copies.script(out.with_name("python"), ray.interpreter())
         start = f"import sys; sys.executable = {str(trainer)!r}; from verl_ext import cli; sys.exit(cli.main())"
         command = [str(trainer), "-c", start, *words, ray.copied_workers()]
         environment |= ray.environment({"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")})

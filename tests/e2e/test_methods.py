@@ -18,7 +18,12 @@ LOOPS = "- {name: team, _target_: scripted_loops.Team}\n"
 
 # recipe -> metrics that must be there, with the values that must lie in the given range
 METHODS = {
-    "gigpo,maxrl": {"gigpo/group_size/mean": (1, 12), "maxrl/group_size/mean": (2, 12)},
+    "gigpo,maxrl": {
+        "gigpo/group_size/mean": (1, 12),
+        "maxrl/group_size/mean": (2, 12),
+        "mix/gigpo/rms": (1e-6, math.inf),
+        "mix/maxrl/rms": (1e-6, math.inf),
+    },
     "grpo,divergence_augmented": {"actor/divergence/abs_mean": (1e-12, math.inf)},
     "grpo,hybrid_imitation": {
         "actor/imitation/kl": (1e-9, 10),
@@ -40,7 +45,8 @@ METHODS = {
         "variance_proxy/proxy2_total_power": (0, math.inf),
         "actor/logit_update/mean": (1e-6, math.inf),
         "actor/logit_update/max": (1e-6, math.inf),
-        "mix/otb/rms": (0, math.inf),
+        "mix/dr_mas/rms": (1e-6, math.inf),
+        "mix/otb/rms": (1e-6, math.inf),
         "mix/tir_optimal_token_baseline/rms": (0, math.inf),
     },
     "hgpo,mrs,trm,ln_trm,ser,simpletir,variance_filter,empg,kpo": {
@@ -58,6 +64,7 @@ METHODS = {
     },
     "hgpo,rloo,empg,kpo": {
         "mix/hgpo/weight": (0.5, 0.5),
+        "mix/hgpo/rms": (1e-6, math.inf),
         "hgpo/level_1/usable_share": (0.01, 1),
         "hgpo/level_2/usable_share": (0, 1),
         "actor/kpo/time_constant_tokens": (999, 1001),

@@ -308,6 +308,8 @@ def test_embedded_server_takes_what_the_client_sends() -> None:
 @settings(max_examples=20)
 @given(st.floats(1e-6, 1.0), st.just(1.0) | st.floats(0.5, 2.0), st.integers(0, 10**9))
 @example(6.144e-6, 0.7, 0)
+@example(1e-3, 1.3, 0)
+@example(0.05, 1.0, 0)
 @example(1.0, 1.0, 0)
 def test_embedded_sampler_and_trainer_have_the_same_set(rho: float, temperature: float, seed: int) -> None:
     """On equal logits: same tokens (also at the very edge), same renormalised log-probabilities, in float32."""

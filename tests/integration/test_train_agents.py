@@ -44,6 +44,8 @@ def test_what_others_earn_goes_to_the_row_before_them() -> None:
 @settings(max_examples=25)
 @given(st.just(1.0) | st.floats(0.0, 1.0), st.integers(0, 2**32 - 1))
 @example(0.0, 3)
+@example(0.9, 3)
+@example(1.0, 3)
 def test_returns_of_the_trained_are_those_over_all_rows(gamma: float, seed: int) -> None:
     generator = np.random.default_rng(seed)
     trajectory = generator.integers(0, 9, 60)

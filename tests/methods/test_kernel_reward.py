@@ -280,7 +280,11 @@ def test_equal_coverages_reach_the_threshold_that_they_equal() -> None:
 
 
 @given(st.floats(0.01, 0.99))
+@example(0.1)
+@example(0.3)
+@example(0.35)
 @example(0.7)
+@example(0.99)
 def test_a_float32_column_reaches_the_bound_that_it_equals(bound: float) -> None:
     """0.7 and 0.99 are below themselves in float32."""
     for make in (np.float32, torch.tensor):
